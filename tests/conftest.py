@@ -1,0 +1,75 @@
+"""Fixtures: everything is real, and everything is gone afterwards."""
+
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from agent import AgentFactory, NotifySocket
+from backend import Backend
+from frontend import Frontend
+from pg import Cluster, Database
+from proxy import Proxy
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """One PostgreSQL for each process of the test run."""
+    with Cluster() as running:
+        yield running
+
+
+@pytest.fixture
+def db(cluster: Cluster) -> Iterator[Database]:
+    """A database of its own with the backend's tables."""
+    database = Database(cluster)
+    yield database
+    if not cluster.running:
+        cluster.start()
+    database.drop()
+
+
+@pytest.fixture
+def proxy(cluster: Cluster) -> Iterator[Proxy]:
+    """A proxy before PostgreSQL: `DATABASE_URL=db.url_through(proxy.port)`."""
+    with Proxy("127.0.0.1", cluster.port) as running:
+        yield running
+
+
+@pytest.fixture
+def frontend(tmp_path: Path) -> Iterator[Frontend]:
+    with Frontend(tmp_path / "frontend") as running:
+        yield running
+
+
+@pytest.fixture
+def backend(db: Database, tmp_path: Path) -> Backend:
+    return Backend(db, tmp_path / "backend")
+
+
+@pytest.fixture
+def agent(db: Database, frontend: Frontend, backend: Backend) -> Iterator[AgentFactory]:
+    """Starts agents; when the test fails, their logs are shown."""
+    factory = AgentFactory(db, frontend, backend)
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def notify() -> Iterator[NotifySocket]:
+    listening = NotifySocket()
+    yield listening
+    listening.close()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
+    outcome = yield
+    report = outcome.get_result()
+    factory = getattr(item, "funcargs", {}).get("agent")
+    if report.when == "call" and report.failed and isinstance(factory, AgentFactory):
+        report.sections.append(("the agents' logs", factory.logs()))

@@ -1,0 +1,455 @@
+"""The tests' own tools, tried out with nothing but http.client, sockets and psycopg."""
+
+import email
+import email.policy
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+import wave
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent import Agent, NotifySocket, _Launch
+from backend import Backend
+from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart, Reply, script
+from pg import Cluster, Database
+from proxy import Proxy
+from waiting import wait_until
+
+BOUNDARY = "x-boundary"
+
+
+def client(frontend: Frontend, timeout: float = 5) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", frontend.port, timeout=timeout)
+
+
+def entry(**changes: object) -> dict[str, Any]:
+    return {
+        "entityType": "call_log",
+        "entityId": str(uuid.uuid4()),
+        "payload": {"a": 1},
+        "createdAt": "2026-01-01T00:00:00Z",
+        "seq": 1,
+        **changes,
+    }
+
+
+def post(
+    connection: http.client.HTTPConnection, *entries: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    connection.request("POST", ENTRIES_PATH, json.dumps({"entries": entries}))
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def multipart(audio: bytes, call_log_id: str, recording_id: str, meta: bytes = b"{}") -> bytes:
+    parts = [
+        (b'name="callLogId"', b"text/plain", call_log_id.encode()),
+        (b'name="recordingId"', b"text/plain", recording_id.encode()),
+        (b'name="meta"; filename="meta.json"', b"application/json", meta),
+        (b'name="audio"; filename="mixed.wav"', b"application/octet-stream", audio),
+    ]
+    body = b"".join(
+        b"--%b\r\nContent-Disposition: form-data; %b\r\nContent-Type: %b\r\n\r\n%b\r\n"
+        % (BOUNDARY.encode(), disposition, kind, content)
+        for disposition, kind, content in parts
+    )
+    return body + b"--%b--\r\n" % BOUNDARY.encode()
+
+
+FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+
+
+def upload(
+    connection: http.client.HTTPConnection, audio: bytes, call_log_id: str, recording_id: str
+) -> tuple[int, dict[str, Any]]:
+    body = multipart(audio, call_log_id, recording_id)
+    connection.request("POST", FILE_PATH, body, FORM)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+# -- the frontend -------------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(
+    contents=st.lists(
+        st.lists(
+            st.sampled_from([b"\r\n", b"\r", b"--", BOUNDARY.encode(), b"--x-b", b"\0", b"data"])
+        ).map(b"".join),
+        min_size=1,
+        max_size=4,
+    ),
+    step=st.integers(1, 40),
+)
+def test_multipart_reads_what_pythons_email_reads(contents: list[bytes], step: int) -> None:
+    delimiter = b"\r\n--" + BOUNDARY.encode()
+    contents = [content for content in contents if delimiter not in b"\r\n" + content]
+    body = b"".join(
+        b'--%b\r\nContent-Disposition: form-data; name="p%d"\r\n'
+        b"Content-Transfer-Encoding: binary\r\n\r\n%b\r\n" % (BOUNDARY.encode(), number, content)
+        for number, content in enumerate(contents)
+    )
+    body += b"--%b--\r\n" % BOUNDARY.encode()
+    parts: dict[str, bytearray] = {}
+
+    def open_part(headers: http.client.HTTPMessage) -> Any:
+        content = parts[str(headers.get_param("name", "", "content-disposition"))] = bytearray()
+        return content.extend
+
+    parser = Multipart(BOUNDARY, open_part)
+    for position in range(0, len(body), step):
+        parser.feed(body[position : position + step])
+
+    head = f'Content-Type: multipart/form-data; boundary="{BOUNDARY}"\r\n\r\n'.encode()
+    message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
+    assert parser.finished
+    assert list(parts.values()) == contents
+    # To email a boundary after a lone CR is one, too; RFC 2046 wants CRLF.
+    if not any(b"\r--" + BOUNDARY.encode() in content for content in contents):
+        expected = [part.get_payload(decode=True) for part in message.iter_parts()]
+        assert [bytes(content) for content in parts.values()] == expected
+
+
+def test_a_batch_is_stored_as_a_whole_in_order_on_one_connection(frontend: Frontend) -> None:
+    connection = client(frontend)
+    first, second = entry(seq=1), entry(seq=2)
+    assert post(connection, first, second) == (200, {"ok": True})
+    assert post(connection, {**first, "payload": {"a": 2}, "seq": 3}) == (200, {"ok": True})
+    assert frontend.seqs() == [1, 2, 3]
+    assert frontend.store[first["entityId"]]["payload"] == {"a": 2}
+    assert [record["seq"] for record in frontend.received(first["entityId"])] == [1, 3]
+    assert frontend.connections == 1
+    assert [request.status for request in frontend.of_kind("entries")] == [200, 200]
+
+
+def test_one_bad_or_poisonous_entry_rejects_the_whole_batch(frontend: Frontend) -> None:
+    connection = client(frontend)
+    status, answer = post(connection, entry(), entry(entityId="no uuid"))
+    assert (status, answer["error"]) == (400, "entries[1] is not valid")
+    bad = entry()
+    frontend.poison[bad["entityId"]] = Reply(500, body={"error": "no"})
+    assert post(connection, entry(), bad) == (500, {"error": "no"})
+    assert frontend.entries == [] and frontend.store == {}
+
+
+def test_rejected_entries_are_named_and_the_others_stored(frontend: Frontend) -> None:
+    bad, good = entry(seq=17), entry(seq=18)
+    frontend.rejected[bad["entityId"]] = "UNKNOWN_TYPE"
+    _, answer = post(client(frontend), bad, good)
+    assert [record["seq"] for record in answer["rejected"]] == [17]
+    assert frontend.seqs() == [18]
+
+
+def test_an_upload_is_stored_and_a_later_recording_takes_the_player_away(
+    frontend: Frontend,
+) -> None:
+    connection = client(frontend)
+    call, recording = str(uuid.uuid4()), str(uuid.uuid4())
+    audio = os.urandom(300_000) + b"\r\n--x-boundar\r\n"
+    record = entry(entityId=recording, entityType="recording", payload={"uploadStatus": "local"})
+    post(connection, record)
+    status, answer = upload(connection, audio, call, recording)
+    stored = frontend.files[call]
+    assert status == 200 and answer["fileUrl"].endswith(f"/recordings/{call}/mixed.wav")
+    assert stored.path.read_bytes() == audio
+    assert stored.sha256 == hashlib.sha256(audio).hexdigest() and stored.size == len(audio)
+    assert stored.meta == b"{}" and stored.recording_id == recording and stored.count == 1
+    assert frontend.playable(recording)
+    assert frontend.entries[0]["payload"] == {"uploadStatus": "local"}
+    post(connection, record)
+    assert not frontend.playable(recording)
+    assert [kind for kind, *_ in frontend.log] == ["entry", "file", "entry"]
+    connection.request("HEAD", f"/api/recordings/{call}")
+    response = connection.getresponse()
+    assert response.read() == b"" and response.getheader("Content-Length") == str(len(audio))
+    connection.request("GET", f"/storage/recordings/{call}/mixed.wav")
+    assert connection.getresponse().read() == audio
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'name="audio"', b'name="sound"'),
+        (b"mixed.wav", b"../../x.wav"),
+        (b'name="recordingId"', b'name="callLogId"'),
+        (b"--x-boundary--", b""),
+    ],
+)
+def test_a_misshapen_upload_is_refused_and_leaves_nothing(
+    frontend: Frontend, old: bytes, new: bytes
+) -> None:
+    connection = client(frontend)
+    body = multipart(b"RIFF", str(uuid.uuid4()), str(uuid.uuid4())).replace(old, new)
+    connection.request("POST", FILE_PATH, body, FORM)
+    assert connection.getresponse().status == 400
+    assert frontend.files == {}
+    assert list((frontend.directory / "incoming").iterdir()) == []
+
+
+def test_a_lost_answer_leaves_the_entries_stored(frontend: Frontend) -> None:
+    frontend.on_entries = script(Reply(reset=True, store=True))
+    with pytest.raises(ConnectionResetError):
+        post(client(frontend), entry(seq=5))
+    assert post(client(frontend), entry(seq=5)) == (200, {"ok": True})
+    assert frontend.seqs() == [5, 5]
+    assert [request.status for request in frontend.requests] == [0, 200]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (Reply(reset=True), ConnectionResetError),
+        (Reply(stall=30), TimeoutError),
+        (Reply(stall=0.01), http.client.RemoteDisconnected),
+        (Reply(delay=30), TimeoutError),
+        (Reply(half=True, body={"ok": True}), http.client.IncompleteRead),
+        (Reply(raw=b"SSH-2.0-x\r\n"), http.client.BadStatusLine),
+        (Reply(body="<html>portal</html>"), json.JSONDecodeError),
+    ],
+)
+def test_misbehaviour_is_what_a_client_sees(
+    frontend: Frontend, reply: Reply, error: type[Exception]
+) -> None:
+    frontend.on_entries = lambda request: reply
+    with pytest.raises(error):
+        post(client(frontend, timeout=0.3), entry())
+    assert frontend.entries == []
+    frontend.on_entries = None
+    assert post(client(frontend), entry())[0] == 200
+
+
+def test_a_trickling_answer_takes_its_time(frontend: Frontend) -> None:
+    frontend.on_entries = script(Reply(body={"ok": True}, trickle=0.005))
+    started = time.monotonic()
+    assert post(client(frontend), entry()) == (200, {"ok": True})
+    assert time.monotonic() - started > 0.3
+
+
+def test_an_early_answer_comes_before_the_body_was_read(frontend: Frontend) -> None:
+    frontend.on_head = script(Reply(413, body={"error": "too large"}, after=1000))
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=5) as sock:
+        sock.sendall(b"POST %b HTTP/1.1\r\nContent-Length: 10000000\r\n\r\n" % FILE_PATH.encode())
+        sock.sendall(b"x" * 5000)
+        assert sock.recv(100).startswith(b"HTTP/1.1 413")
+        # Either is possible, as with real frontends: the answer's end first, or the reset.
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                sock.sendall(b"x" * 65536)
+    assert frontend.requests[0].received == 1000
+
+
+def test_the_token_is_checked_and_a_stopped_frontend_refuses(frontend: Frontend) -> None:
+    frontend.require_token = "secret"
+    assert post(client(frontend), entry())[0] == 401
+    frontend.require_token = None
+    idle = client(frontend)
+    post(idle, entry())
+    frontend.stop()
+    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+        post(idle, entry())
+    with pytest.raises(ConnectionRefusedError):
+        post(client(frontend), entry())
+    frontend.start()
+    assert post(client(frontend), entry())[0] == 200
+
+
+def test_an_idle_connection_is_closed_and_a_slow_body_times_out(frontend: Frontend) -> None:
+    frontend.idle_timeout = 0.1
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=5) as sock:
+        assert sock.recv(1) == b""
+    frontend.read_rate = 10_000
+    frontend.body_timeout = 0.3
+    assert post(client(frontend), entry(payload="x" * 20_000))[0] == 408
+    assert 1_000 < frontend.requests[-1].received < 10_000
+
+
+def test_settings_pages_are_served_below_the_base_path(tmp_path: Path) -> None:
+    with Frontend(tmp_path, base_path="/app") as frontend:
+        frontend.pages["/api/call-actions"] = {"ok": True, "rules": []}
+        connection = client(frontend)
+        connection.request("GET", "/app/api/call-actions")
+        assert json.loads(connection.getresponse().read()) == {"ok": True, "rules": []}
+        connection.request("GET", "/app/api/number-groups")
+        assert connection.getresponse().status == 404
+
+
+def test_the_program_stores_and_ends_on_sigterm(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("frontend.py")
+    command = [sys.executable, str(program), "--dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+        assert post(connection, entry())[0] == 200
+        call = str(uuid.uuid4())
+        assert upload(connection, b"RIFF", call, str(uuid.uuid4()))[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    assert (tmp_path / "recordings" / call / "mixed.wav").read_bytes() == b"RIFF"
+    assert len((tmp_path / "entries.jsonl").read_text().splitlines()) == 1
+
+
+# -- the proxy ----------------------------------------------------------------------------------
+
+
+def test_a_silent_proxy_holds_everything_back_until_it_resumes(frontend: Frontend) -> None:
+    with Proxy("127.0.0.1", frontend.port) as proxy:
+        connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=0.3)
+        assert post(connection, entry())[0] == 200
+        proxy.silent()
+        with pytest.raises(TimeoutError):
+            post(connection, entry())
+        assert len(frontend.entries) == 1 and proxy.connections == 1
+        proxy.resume()
+        frontend.wait(lambda: len(frontend.entries) == 2, what="the request that was held back")
+
+
+def test_a_proxy_cuts_refuses_and_crawls(frontend: Frontend) -> None:
+    with Proxy("127.0.0.1", frontend.port) as proxy:
+        connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+        post(connection, entry())
+        proxy.cut()
+        assert connection.sock is not None
+        with pytest.raises(ConnectionResetError):
+            connection.sock.recv(1)
+        proxy.refuse()
+        connection.close()
+        with pytest.raises(ConnectionRefusedError):
+            connection.connect()
+        proxy.slow(10_000)
+        started = time.monotonic()
+        assert post(connection, entry(payload="x" * 4_000))[0] == 200
+        assert time.monotonic() - started > 0.3
+        wait_until(lambda: proxy.connections == 1, what="one connection")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", proxy.port))
+
+
+# -- PostgreSQL and the backend -----------------------------------------------------------------
+
+
+def test_databases_are_clones_that_the_backends_role_owns(cluster: Cluster, db: Database) -> None:
+    other = Database(cluster)
+    db.execute("INSERT INTO recordings (id, file_path) VALUES (gen_random_uuid(), 'x')")
+    assert db.value("SELECT count(*) FROM recordings") == 1
+    assert other.value("SELECT count(*) FROM recordings") == 0
+    assert other.value("SELECT extra FROM system_settings WHERE id = 1") == {}
+    owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'public'"
+    assert other.rows(owners) == [("voicebot",)]
+    assert not other.value("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
+    other.execute("CREATE SCHEMA serversync")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        db.execute("UPDATE recordings SET upload_status = 'odd'")
+    with psycopg.connect(other.socket_url) as connection:
+        assert connection.info.dbname == other.name
+    other.drop()
+
+
+def test_a_restarted_cluster_keeps_its_port_and_data(cluster: Cluster, db: Database) -> None:
+    db.execute("CREATE TABLE kept AS SELECT 1 AS one")
+    cluster.restart("immediate")
+    assert db.value("SELECT one FROM kept") == 1
+    cluster.stop()
+    assert not cluster.running
+    with pytest.raises(psycopg.OperationalError):
+        db.value("SELECT 1")
+    cluster.start()
+    assert db.value("SELECT 1") == 1
+
+
+def test_the_end_of_a_call_is_one_transaction_in_the_contracts_order(
+    backend: Backend, db: Database
+) -> None:
+    call = backend.end_call(seconds=0.5, events=2, extra_files=["b_leg.wav"])
+    rows = db.dicts("SELECT * FROM sync_outbox ORDER BY id")
+    types = ["call_log", "ivr_session_event", "ivr_session_event", "recording", "recording_file"]
+    assert [row["entity_type"] for row in rows] == types == call.types
+    assert [row["id"] for row in rows] == call.seqs == db.pending()
+    assert len({row["created_at"] for row in rows}) == 1
+    assert str(rows[0]["entity_id"]) == rows[0]["payload"]["id"] == call.call_log_id
+    assert {row["payload"]["callLogId"] for row in rows[1:]} == {call.call_log_id}
+    assert rows[3]["payload"]["uploadStatus"] == "local_only"
+    path = f"storage/recordings/{call.call_id}/mixed.wav"
+    assert rows[4]["payload"] == {
+        "callLogId": call.call_log_id,
+        "recordingId": call.recording_id,
+        "filePath": path,
+    }
+    assert db.value("SELECT file_path FROM recordings WHERE id = %s", (call.recording_id,)) == path
+    assert backend.directory / path == call.wav
+    assert backend.upload_status(call) == ("local_only", None)
+    assert hashlib.sha256(call.wav.read_bytes()).hexdigest() == call.sha256
+    assert sorted(os.listdir(call.directory)) == ["b_leg.wav", "meta.json", "mixed.wav"]
+    with wave.open(str(call.wav)) as file:
+        assert file.getparams()[:4] == (2, 2, 8000, 4000)
+
+
+def test_a_call_in_an_open_transaction_is_not_visible_yet(backend: Backend, db: Database) -> None:
+    with db.connect(autocommit=False) as connection:
+        call = backend.end_call(connection=connection, events=0)
+        later = backend.enqueue("schedule")
+        assert db.pending() == [later] and later > max(call.seqs)
+    assert db.pending() == [*call.seqs, later]
+
+
+def test_many_calls_are_enqueued_in_one_statement(backend: Backend, db: Database) -> None:
+    first, last = backend.enqueue_many(1000, padding=100)
+    assert last - first == 999 and len(db.pending()) == 1000
+    assert db.value("SELECT count(DISTINCT entity_id) FROM sync_outbox") == 1000
+
+
+# -- the agent's surroundings -------------------------------------------------------------------
+
+
+def test_the_agents_environment_is_clean_and_its_settings_are_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGHOST", "elsewhere")
+    env = {"SYNC_TOKEN": 'a "b" \\ #', "FAKETIME": "+1d"}
+    launch = _Launch(env, ["run"], tmp_path)
+    assert set(launch.environ) == {"PATH", "LANG", "HOME", "RUNTIME_DIRECTORY", "FAKETIME"}
+    assert launch.env_file.read_text() == 'SYNC_TOKEN="a \\"b\\" \\\\ #"\n'
+    assert launch.command[-3:] == ["--env-file", str(launch.env_file), "run"]
+    assert "SYNC_TOKEN" in _Launch(env, ["run"], tmp_path, env_file=False).environ
+
+
+def test_an_agent_is_started_heard_and_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notify: NotifySocket
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, socket, signal, sys\n"
+        "notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "notify.sendto(b'READY=1\\nSTATUS=up', os.environ['NOTIFY_SOCKET'])\n"
+        "signal.signal(signal.SIGHUP, lambda *_: print('reloaded', flush=True))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "print('started', flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    monkeypatch.setattr("agent.PROGRAM", str(program))
+    with Agent({}, notify=notify, strace=["-e", "trace=exit_group"]) as agent:
+        notify.wait_for("READY=1")
+        assert notify.status == "up"
+        agent.wait_log("started")
+        agent.hup()
+        agent.wait_log("reloaded")
+        assert agent.running and agent.rss_peak_kib() >= agent.rss_kib() > 1000
+        code, seconds = agent.stop()
+        assert code == 3 and seconds < 5
+        wait_until(lambda: "exit_group(3)" in agent.strace_path.read_text(), what="strace's line")
+        with pytest.raises(AssertionError, match="ended with 3"):
+            agent.wait_log("never said")
