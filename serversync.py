@@ -52,11 +52,11 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from email.utils import parsedate_to_datetime
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
 import psycopg
@@ -442,7 +442,9 @@ class Answer:
     complete: bool = True  # the whole body went out before the answer came
     duration: float = 0.0
 
-    def json(self) -> Any:
+    @cached_property
+    def said(self) -> Any:
+        """Its body as JSON, or None."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -737,6 +739,10 @@ class Limit:
         self.until = min(time.monotonic() + seconds, self.last)
 
 
+def _nothing() -> None:
+    pass
+
+
 STOP_GRACE: Final = 0.8  # a request under way may still end by itself; the whole stop takes < 2 s
 TICK: Final = 0.5
 
@@ -801,9 +807,12 @@ class Process:
         try:
             yield limit
         finally:
-            self._limits.remove(limit)
-            if not self._limits:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            try:
+                limit.expired, limit.shut = limit.expired, _nothing  # no TimedOut from here on
+            finally:
+                self._limits.remove(limit)
+                if not self._limits:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
 
     def check(self) -> None:
         if self.stop_at is not None:
@@ -834,16 +843,19 @@ class StateFile:
         directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
         self.path = os.path.join(directory, "state.json") if directory else None
         self.since = time.time()
-        self._at = -1.0
-        self._last = ""
+        self.unwritten: dict[str, object] | None = None
+        self._at = float("-inf")
 
     def write(self, sentence: str, **progress: object) -> None:
-        now = time.monotonic()
         state = {"pid": os.getpid(), "since": self.since, "sentence": sentence}
-        text = json.dumps(state | {"progress": progress or None}) + "\n"
-        if self.path is None or text == self._last or 0 <= now - self._at < 1:
+        self.unwritten = state | {"progress": progress or None}
+        self.flush()
+
+    def flush(self) -> None:
+        if self.path is None or self.unwritten is None or time.monotonic() - self._at < 1:
             return
-        self._at, self._last = now, text
+        self._at = time.monotonic()
+        text, self.unwritten = json.dumps(self.unwritten) + "\n", None
         with contextlib.suppress(OSError):  # a full /run must not stop deliveries
             with open(self.path + ".new", "w", encoding="utf-8") as file:
                 file.write(text)
@@ -882,7 +894,7 @@ class Rule:
 
 
 def _is_object(answer: Answer) -> bool:
-    return isinstance(answer.json(), dict)
+    return isinstance(answer.said, dict)
 
 
 def _http(low: int, high: int | None = None) -> Callable[[Answer], bool]:
@@ -992,7 +1004,7 @@ def retry_after(text: str | None, now: float) -> float | None:
 
 def _already(answer: Answer, key: str) -> bool:
     """A 409 that says in words: I have it (it may also mean: the first one is still running)."""
-    said = answer.json()
+    said = answer.said
     if answer.status != 409 or not isinstance(said, dict):
         return False
     error = said.get("error")
@@ -1010,7 +1022,7 @@ def confirm_entries(
     answer: Answer, key: str, seqs: Sequence[int], now: float = 0.0
 ) -> tuple[Verdict, dict[int, str]]:
     """The verdict on a request of entries, and those that were refused for good with the reason."""
-    said = answer.json()
+    said = answer.said
     if _already(answer, key):
         return Verdict(Fate.SENT, "CONFLICT_PROCESSED", "the frontend has it", 409), {}
     if not (_success(answer) and isinstance(said, dict) and said.get("ok") is True):
@@ -1029,7 +1041,7 @@ def confirm_entries(
 
 def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tuple[Verdict, str]:
     """The verdict on an upload, and the URL under which the frontend has it."""
-    said = answer.json()
+    said = answer.said
     url = said.get("fileUrl") if isinstance(said, dict) else None
     good_url = isinstance(url, str) and bool(re.match(r"https?://[^\s/]", url)) and len(url) <= 2048
     if good_url and _already(answer, key):
@@ -1368,14 +1380,16 @@ select (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number'
                where processed_at is null and entity_type <> 'recording_file'),
        exists (select from sync_outbox
                where processed_at is null and entity_type = 'recording_file'),
-       exists (select from serversync.failures)
+       exists (select from serversync.failures),
+       now()::text
 """
-# The next due time, in seconds from now; only of rows that are still pending, so that a row that
-# others deleted never makes us spin.
+# The next due time, in seconds from now: of what came due since the cycle began, or will; only of
+# rows that are still pending, so that a row that others deleted never makes us spin.
 NEXT_DUE: Final = """
 select extract(epoch from f.next_attempt_at - now())::float8
 from serversync.failures f join sync_outbox o on o.id = f.outbox_id and o.processed_at is null
-where f.next_attempt_at > now() and f.next_attempt_at <= now() + interval '1 hour'
+where f.next_attempt_at > %(since)s::timestamptz
+  and f.next_attempt_at <= now() + interval '1 hour'
 order by f.next_attempt_at limit 1
 """
 # Failures of rows that are gone or processed (by hand, or by a retry that went through).
@@ -1386,7 +1400,8 @@ where not exists (
 """
 
 # The next batch as finished JSON. A row lock is never taken; the partial index gives the order.
-#   picked    pending entries after the last id seen, none whose lane waits or is left out
+#   picked    pending entries after the last id seen, none whose lane waits or is left out; an
+#             entry that became due behind that id keeps its lane waiting until the next pass
 #   sized     a first cut by the stored size, so that large payloads are not all written out
 #   measured  the entries as text, with a running total: the batch ends at so many bytes
 # A first entry that is larger than that comes alone and without its text.
@@ -1406,8 +1421,9 @@ with picked as materialized (
                join sync_outbox w on w.id = f.outbox_id and w.processed_at is null
                where f.lane = serversync.lane(sync_outbox.payload, sync_outbox.entity_id)
                  and f.outbox_id <= sync_outbox.id and not f.is_file
-                 and (%(fresh)s::boolean or f.next_attempt_at > now()
-                      and f.next_attempt_at <= now() + interval '1 hour')
+                 and (%(fresh)s::boolean or f.outbox_id <= %(after)s::bigint
+                      or f.next_attempt_at > now()
+                         and f.next_attempt_at <= now() + interval '1 hour')
                limit 1), true))
         order by id limit %(size)s::int) as o
 ), sized as (
@@ -1479,8 +1495,9 @@ where o.lane <> all (%(skip)s::text[])
       select from serversync.failures w
       join sync_outbox p on p.id = w.outbox_id and p.processed_at is null
       where w.lane = o.lane and w.outbox_id <= o.id and w.is_file
-        and (%(fresh)s::boolean or w.next_attempt_at > now()
-             and w.next_attempt_at <= now() + interval '1 hour'))
+        and (%(fresh)s::boolean or w.outbox_id <= %(after)s::bigint
+             or w.next_attempt_at > now()
+                and w.next_attempt_at <= now() + interval '1 hour'))
 order by o.id limit %(limit)s::int
 """
 # Lanes and types of some entries; asked only when a request of several failed.
@@ -1683,6 +1700,7 @@ class Database:
         self.epoch = 0
         self.valid_from = 0  # results of epochs before this one are worth nothing
         self.root_id: str | None = None
+        self.used = 0.0  # when the server last answered
         self.hint = ""  # why there is no index or no trigger
         self._notified = False
         self._identity: tuple[int, Any] | None = None
@@ -1703,8 +1721,10 @@ class Database:
                 )
             self.conn.add_notify_handler(self._on_notify)
             self.run(SESSION)
-            if self._identity:
-                self.run(END_PREVIOUS, pid=self._identity[0], start=self._identity[1])
+            if self._identity and self.run(
+                END_PREVIOUS, pid=self._identity[0], start=self._identity[1]
+            ):
+                time.sleep(0.2)  # until its lock is free
             rows = self.run(IDENTITY)
             self._identity = (rows[0][0], rows[0][1]) if rows else None
         except TimedOut:
@@ -1749,6 +1769,7 @@ class Database:
         """One statement, in a transaction of its own. Raises Lost or psycopg.Error."""
         with self._guard(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
+            self.used = time.monotonic()
             return cursor.fetchall() if cursor.description else []
 
     def run_durably(self, *statements: tuple[str, dict[str, Any]]) -> None:
@@ -1992,7 +2013,9 @@ CHUNK_MIN, CHUNK_FIRST, CHUNK_MAX = 4 * 1024, 32 * 1024, 256 * 1024
 SLICE_BYTES: Final = 256 * 1024
 NOTSENT_LOWAT: Final = 256 * 1024  # keeps our own buffers from hiding how fast the link is
 
-Body = Callable[[Limit], Iterator[bytes | memoryview]]
+Piece = bytes | memoryview
+# Yields the pieces; returns whether that was all of them.
+Body = Callable[[Limit], Generator[Piece, None, bool]]
 
 
 class _Tap:
@@ -2124,10 +2147,9 @@ class Wire:
             duration=time.monotonic() - started,
         )
 
-    def _sending(self, body: Body, limit: Limit, patience: float) -> Iterator[bytes | memoryview]:
+    def _sending(self, body: Body, limit: Limit, patience: float) -> Iterator[Piece]:
         limit.extend(self.timeout)
-        yield from body(limit)
-        self._complete = True
+        self._complete = yield from body(limit)
         limit.extend(patience)
 
     def _read(self, response: Any) -> bytes:
@@ -2184,7 +2206,7 @@ class Stream:
         self.started = self._mark_at = time.monotonic()
         self._mark_sent = 0
 
-    def __call__(self, limit: Limit) -> Iterator[bytes | memoryview]:
+    def __call__(self, limit: Limit) -> Generator[Piece, None, bool]:
         """A generator: urllib3 2.x cannot be pushed. It runs between the pieces that go out."""
         self.sent = self._mark_sent = 0
         self.started = self._mark_at = time.monotonic()
@@ -2194,7 +2216,7 @@ class Stream:
         while self.sent < self.ready.size:
             limit.extend(STALL_SEC + 5)
             if self._early_answer():
-                return
+                return False
             want = min(self._chunk(), self.ready.size - self.sent)
             got = self._fill(buffer[:want])
             at = time.monotonic()
@@ -2203,6 +2225,7 @@ class Stream:
             self._learn(time.monotonic() - at)
         yield self.tail
         self._wait_for_answer(limit)
+        return True
 
     def _fill(self, piece: memoryview) -> int:
         try:
@@ -2248,12 +2271,13 @@ class Stream:
                 return False
 
     def _check_progress(self, now: float) -> None:
-        if self.sent - self._mark_sent >= STALL_RATE * STALL_SEC:
+        least = min(STALL_RATE, self.rate / 2) if self.rate else STALL_RATE
+        if self.sent - self._mark_sent >= least * STALL_SEC:
             self._mark_at, self._mark_sent = now, self.sent
         self.wire.steady = True
         if now - self._mark_at > STALL_SEC:
             self.wire.steady = False
-            raise TimeoutError(f"less than {STALL_RATE} bytes/s for {STALL_SEC:g} s")
+            raise TimeoutError(f"less than {least:g} bytes/s for {STALL_SEC:g} s")
 
     def _wait_for_answer(self, limit: Limit) -> None:
         """The frontend may need long to store a file: other entries go on meanwhile."""
@@ -2742,7 +2766,7 @@ class Recordings:
 
 NESTED_SEC: Final = 3.0  # for entries between two chunks of an upload
 NESTED_EVERY: Final = 2.0
-UPTIME_FROM: Final = time.monotonic()
+ASK_EVERY: Final = 30.0
 
 
 class Busy(Exception):
@@ -2762,10 +2786,12 @@ class Agent:
         self.files = Endpoint("files", 1, lanes=lanes)
         self.repeats = Repeats()
         self.tally = Tally()
+        self.started = time.monotonic()
         self.interval = config.poll_interval
         self.sentence = ""
         self.deaths = 0
         self.waiting = False  # there are rows in failures
+        self.looked_at = "now"  # the database's time at the head of the cycle
         self.delete_due = 0.0
         self.prune_due = time.monotonic() + 300.0
         self.stale_due = 0.0
@@ -2773,7 +2799,7 @@ class Agent:
         self._unverified: dict[int, tuple[str, str, Answer]] = {}
         self._nested_until = 0.0  # not 0: we are between two chunks of an upload
         self._blind = False  # until the end of this upload
-        self._looked = 0.0
+        self._looked = self._between_at = 0.0
 
     # --- recording results ----------------------------------------------------------------------
 
@@ -2942,7 +2968,9 @@ class Agent:
                 return
             self.write_asides(door)
             if door.outage is not None and not sent:
-                door.outage = None  # too few lanes for an outage: each waits by its own backoff
+                # Too few lanes for an outage: each waits by its own backoff.
+                door.outage = None
+                self.repeats.over(door.name)
             if not sent:
                 return
 
@@ -3075,8 +3103,9 @@ class Agent:
         if part.body:
             text = part.body
 
-            def whole(limit: Limit) -> Iterator[bytes]:
+            def whole(limit: Limit) -> Generator[Piece, None, bool]:
                 yield text
+                return True
 
             return hashlib.sha256(text).hexdigest(), len(text), whole
         size = part.sizes[0]
@@ -3086,7 +3115,7 @@ class Agent:
         seq = part.seqs[0]
         digest, first = self.db.slice(seq, 0, SLICE_BYTES)
 
-        def sliced(limit: Limit) -> Iterator[bytes]:
+        def sliced(limit: Limit) -> Generator[Piece, None, bool]:
             yield BODY_HEAD
             at, piece, same = 0, first, digest
             while piece and same == digest:
@@ -3102,6 +3131,7 @@ class Agent:
                     Fate.ASIDE, "ENTRY_CHANGED", "the entry changed while it was sent"
                 )
             yield BODY_TAIL
+            return True
 
         key = hashlib.sha256(f"{seq} {digest}".encode()).hexdigest()
         return key, len(BODY_HEAD) + size + len(BODY_TAIL), sliced
@@ -3113,13 +3143,12 @@ class Agent:
         sent = after = 0
         door = self.files
         was_out = door.outage is not None
-        handled: set[str] = set()
         while entries := self.db.fetch_files(after, [*skip, *(a.lane for a in door.aside)], fresh):
+            handled: set[str] = set()
             for entry in entries:
                 after = entry.seq
                 if entry.lane in handled:  # its turn comes in the next pass, with a new look
                     continue
-                handled = handled if len(handled) < 1000 else set()
                 handled.add(entry.lane)
                 self.process.check()
                 self.process.progress()
@@ -3134,12 +3163,11 @@ class Agent:
         """Uploads one recording, if it can be; 1 when it is through."""
         waited = entry.waited
         if entry.tries:  # of our own running time, whatever the database's clock did
-            up = time.monotonic() - UPTIME_FROM
+            up = time.monotonic() - self.started
             waited += min(max(entry.since_look, 0.0), up, 2 * BACKOFF_CAP)
+        grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
         try:
-            verdict = self._upload(
-                entry, grace_is_over(entry.tries, waited, self.config.file_grace)
-            )
+            verdict = self._upload(entry, grace_over)
         except EntryTrouble as trouble:
             verdict = trouble.verdict
         except (Stopping, Lost, psycopg.Error):
@@ -3149,6 +3177,8 @@ class Agent:
             verdict = Verdict(
                 Fate.ASIDE, "UNKNOWN", "an error of serversync's own: see the journal"
             )
+        finally:
+            self._blind = False
         if verdict.code in ("NOT_READY", "FILE_MISSING") and entry.upload_status == "uploaded":
             verdict = self._already_there(entry)
         if verdict.fate is Fate.OUTAGE:
@@ -3200,7 +3230,7 @@ class Agent:
         """Uploads the file, unless that is done and only its verification failed; then verifies."""
         key, url, answer = self._unverified.pop(entry.seq, ("", "", Answer()))
         if key != ready.key:
-            self._blind, self._looked = False, time.monotonic()
+            self._looked = time.monotonic()
             between = partial(self._between, entry, ready)
             answer = self.frontend.upload(entry, ready, self._rate(entry, ready), between)
             verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
@@ -3225,7 +3255,7 @@ class Agent:
 
     def _same_digest(self, ready: Ready, answer: Answer) -> bool:
         """Compares with the digest in the answer, if there is one; most frontends give none."""
-        claimed = answer.json().get("sha256")
+        claimed = answer.said.get("sha256")
         if claimed is None:
             return True
         digest = hashlib.sha256()
@@ -3254,10 +3284,13 @@ class Agent:
         self.process.drain_wakeups()
         self.process.progress()
         now = time.monotonic()
-        if self._blind or self._nested_until or now - self._looked < 0.2:
+        if self._nested_until or now - self._between_at < 0.2:
             return
+        self._between_at = now
         progress = {"seq": entry.seq, "bytes": sent, "size": ready.size}
         self.state.write(f"uploading recording {entry.seq}", **progress)
+        if self._blind:
+            return
         try:
             if self.db.notified() or now - self._looked >= NESTED_EVERY:
                 self._looked = now
@@ -3360,18 +3393,22 @@ class Agent:
     def cycle(self) -> None:
         self.settle()
         self.tally = Tally()
-        interval, entries, files, self.waiting = self.db.run(LOOK)[0]
+        interval, entries, files, self.waiting, self.looked_at = self.db.run(LOOK)[0]
         usable = isinstance(interval, float) and 0 < interval < 1e9
         self.interval = interval if usable else self.config.poll_interval
         if self.waiting and time.monotonic() >= self.stale_due:
             self.stale_due = time.monotonic() + 60.0
             self.db.run(DROP_STALE)
         self.remove_uploaded()
-        if entries:
-            self.drain(self.entries, self.pass_entries)
-        if files:
-            self.drain(self.files, self.pass_files)
-            self.remove_uploaded()
+        for door, pending, one_pass in (
+            (self.entries, entries, self.pass_entries),
+            (self.files, files, self.pass_files),
+        ):
+            if pending:
+                self.drain(door, one_pass)
+            else:
+                door.outage = None
+        self.remove_uploaded()
         self.prune()
         now = time.monotonic()
         outages = [door.outage for door in (self.entries, self.files) if door.outage]
@@ -3444,7 +3481,7 @@ class Agent:
         waits = [self.interval, self.delete_due - now]
         waits += [d.outage.due - now for d in (self.entries, self.files) if d.outage]
         if self.waiting:
-            due = self.db.run(NEXT_DUE)
+            due = self.db.run(NEXT_DUE, since=self.looked_at)
             waits += [due[0][0] + 0.01] if due else []
         # In an outage a NOTIFY does not shorten the wait: a dead frontend is not asked more often.
         self._wait(min(waits), deaf=self.entries.outage is not None)
@@ -3463,12 +3500,19 @@ class Agent:
             poller.register(self.process.wake_fd, select.POLLIN)
             if self.db.conn is not None:
                 poller.register(self.db.conn.fileno(), select.POLLIN)
-            limit = self.process.idle_limit
+            self.state.flush()
+            wait = min(left, self.process.idle_limit, 1.0 if self.state.unwritten else left)
             if self.db.locked and not self.db.local:
-                limit = min(limit, 30.0)  # a peer that went silent is only noticed by asking
-            if not poller.poll(min(left, limit) * 1000 + 1) and limit == 30.0:
-                self.db.run("select 1")
+                wait = min(wait, self._ask_silent_peer())
+            poller.poll(wait * 1000 + 1)
             self.process.drain_wakeups()
+
+    def _ask_silent_peer(self) -> float:
+        """A TCP peer that went silent is only noticed by asking, every half minute."""
+        now = time.monotonic()
+        if now - self.db.used >= ASK_EVERY:
+            self.db.run("select 1")
+        return self.db.used + ASK_EVERY - now
 
     def reload(self) -> None:
         """SIGHUP: a good configuration takes over, a bad one is refused with its reasons."""

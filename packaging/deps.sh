@@ -1,0 +1,35 @@
+# Sourced: installs the Debian packages that are missing.
+
+# install_missing PACKAGE…: those of them that are not there; `postgresql` counts as there with any
+# server of it. No server is started: whoever calls this brings up one of its own.
+install_missing() {
+    local package status missing=()
+    for package in "$@"; do
+        if [ "$package" = postgresql ]; then
+            compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || missing+=("$package")
+            continue
+        fi
+        status=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true)
+        [ "$status" = installed ] || missing+=("$package")
+    done
+    [ "${#missing[@]}" -gt 0 ] || return 0
+    if [ "$(id -u)" -ne 0 ]; then
+        echo "missing packages; as root: apt install ${missing[*]}" >&2
+        return 1
+    fi
+    echo "installing ${missing[*]}"
+    (
+        # Debian's package would make and start a cluster of its own.
+        no_cluster=/etc/postgresql-common/createcluster.d/serversync.conf
+        trap 'rm -f "$no_cluster"' EXIT
+        trap 'exit 130' INT TERM
+        mkdir -p "${no_cluster%/*}"
+        echo 'create_main_cluster = false' >"$no_cluster"
+        export DEBIAN_FRONTEND=noninteractive
+        # A list that is there may do; a missing or old one is fetched.
+        apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null 2>&1 || {
+            apt-get update -qq
+            apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
+        }
+    )
+}
