@@ -54,6 +54,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum
 from functools import cached_property, partial
@@ -91,13 +92,10 @@ def _text(value: str) -> str:
 
 def _number(low: float, high: float) -> Callable[[str], float]:
     def parse(value: str) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not low <= number <= high:
-            raise ValueError(f"must be a number from {low:g} to {high:g}")
-        return number
+        plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", value)
+        if not plain or not low <= float(value) <= high:
+            raise ValueError(f"must be a number from {low:.12g} to {high:.12g}")
+        return float(value)
 
     return parse
 
@@ -141,14 +139,15 @@ def _database(value: str) -> str:
 
 
 def _frontend(value: str) -> str:
+    if "@" in value:
+        raise ValueError("must not hold a user or a password: use SYNC_TOKEN_FILE")
     try:
         url = parse_url(value)
     except urllib3.exceptions.HTTPError:
         url = parse_url("")
-    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+    plain = re.fullmatch(r"[!-~]+", value) and not re.search(r"[?#\\<>\"^`{|}]", value)
+    if not plain or url.scheme not in ("http", "https") or not url.host:
         raise ValueError("must be an http(s) URL such as https://voice.example.com")
-    if url.auth:
-        raise ValueError("must not hold a password: use SYNC_TOKEN_FILE")
     return value.rstrip("/")
 
 
@@ -204,10 +203,13 @@ class Config:
         "SYNC_TIMEOUT_SEC", "30", _number(0.5, 300), "to connect, without progress, for an answer"
     )
     retry_max: int = _option(
-        "SYNC_RETRY_MAX", "8", _whole(1, 1000), "charged attempts before the dead letters, and"
+        "SYNC_RETRY_MAX",
+        "8",
+        _whole(1, 1000),
+        "charged attempts until a dead letter (and SYNC_RETRY_HOURS)",
     )
     retry_hours: float = _option(
-        "SYNC_RETRY_HOURS", "24", _number(0, 8760), "hours before the dead letters: both are needed"
+        "SYNC_RETRY_HOURS", "24", _number(0, 8760), "hours until a dead letter (and SYNC_RETRY_MAX)"
     )
     recordings_dir: str = _option(
         "SYNC_RECORDINGS_DIR", RECORDINGS_DIR, _absolute, "where the backend writes its recordings"
@@ -222,7 +224,10 @@ class Config:
         "how long a call's directory must be quiet",
     )
     extra_files: str = _option(
-        "SYNC_EXTRA_FILES", "keep", _choice("keep", "delete"), "files that were never uploaded"
+        "SYNC_EXTRA_FILES",
+        "keep",
+        _choice("keep", "delete"),
+        "what to do with files of a call that were never uploaded",
     )
     upload_kbps: float = _option(
         "SYNC_UPLOAD_KBPS", "0", _number(0, 10_000_000), "limit of uploads, 1000 bit/s; 0: none"
@@ -257,38 +262,64 @@ NAMES: Final = tuple(option.metadata["name"] for option in OPTIONS)
 assert all(option.default is MISSING for option in OPTIONS)
 
 
+_UNQUOTED: Final = re.compile(r"(?:\\[\s\S]?|[^\\\n\r])*")
+_QUOTED: Final = {
+    "'": re.compile(r"'([^']*)'"),
+    '"': re.compile(r'"((?:[^"\\]|\\[\s\S])*)"'),
+}
+
+
 def parse_env_file(text: str) -> dict[str, str]:
-    """KEY=VALUE lines with comments and quotes, read as systemd reads an EnvironmentFile."""
+    """KEY=VALUE with comments, quotes and continued lines, as systemd reads an EnvironmentFile."""
     found: dict[str, str] = {}
     problems = []
-    # A backslash at the end of a line goes on with the next one, but not in a comment.
-    for number, line in enumerate(re.sub(r"(?m)^(?!\s*[#;])(.*)\\\n", r"\1", text).split("\n"), 1):
-        if not line.strip() or line.lstrip()[0] in "#;":
+    at = 0
+    while at < len(text):
+        head = re.compile(r"[ \t\r\n]*([#;][^\n\r]*|[^=\n\r]*)(=?)").match(text, at)
+        assert head
+        line = text.count("\n", 0, head.start(1)) + 1
+        at, key = head.end(), head[1].rstrip()
+        if not key or key[0] in "#;":
+            at = head.end(1) if key else at
             continue
-        key, equals, value = line.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key.strip()):
-            problems.append(f"line {number} is not KEY=VALUE: {mask(line.strip())[:40]!r}")
+        if not head[2] or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+            # Never the line itself: it may be a piece of a secret.
+            problems.append(f"line {line} is not KEY=VALUE")
+            at = _UNQUOTED.match(text, at).end()  # type: ignore[union-attr]
             continue
         try:
-            found[key.strip()] = _unquote(value)
+            found[key], at = _env_value(text, at)
         except ValueError as error:
-            problems.append(f"line {number}, {key.strip()}: {error}")
+            problems.append(f"line {line}, {key}: {error}")
+            break
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def _unquote(value: str) -> str:
-    pieces = []
-    value = value.lstrip()
-    while value[:1] in ("'", '"'):
-        pattern = r"'([^']*)'" if value[0] == "'" else r'"((?:[^"\\]|\\.)*)"'
-        match = re.match(pattern, value, re.S)
-        if not match:
+def _env_value(text: str, at: int) -> tuple[str, int]:
+    """The value that begins here, and where it ends."""
+    value = ""
+    while True:
+        while text[at : at + 1] in (" ", "\t"):
+            at += 1
+        quote = text[at : at + 1]
+        if quote not in _QUOTED or not quote:
+            break
+        piece = _QUOTED[quote].match(text, at)
+        if not piece:
             raise ValueError("a quote is not closed")
-        pieces.append(match[1] if value[0] == "'" else re.sub(r'\\(["\\`$])', r"\1", match[1]))
-        value = value[match.end() :].lstrip()
-    return "".join(pieces) + re.sub(r"\\(.)", r"\1", value.rstrip())
+        inner = piece[1]
+        if quote == '"':
+            inner = re.sub(r'\\(["\\`$])|\\\n', r"\1", inner)
+        value, at = value + inner, piece.end()
+    rest = _UNQUOTED.match(text, at)
+    assert rest
+    bare = re.sub(r"((?:^|[^\\])(?:\\\\)*(?:\\[ \t])?)[ \t]+$", r"\1", rest[0])
+    value += re.sub(r"\\([\s\S]?)", lambda escaped: escaped[1].strip("\r\n"), bare)
+    if re.search(r"[\0-\x08\x0b-\x1f\x7f]", value):
+        raise ValueError("a control character in the value")
+    return value, rest.end()
 
 
 def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -326,8 +357,7 @@ def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Conf
         try:
             values[option.name] = parse(text.strip()) if text else text
         except ValueError as error:
-            shown = "" if name in ("SYNC_TOKEN", "DATABASE_URL") else f" (it is {mask(text)!r})"
-            problems.append(f"{name} {error}{shown}")
+            problems.append(f"{name} {error}{_shown(name, text)}")
     if not problems:
         config = Config(**values)
         config = replace(config, device_id=config.device_id or derived_device_id())
@@ -339,13 +369,22 @@ def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Conf
     return config
 
 
+def _shown(name: str, text: str) -> str:
+    """A wrong value, unless it may be a secret in the wrong place."""
+    secret = name in ("SYNC_TOKEN", "DATABASE_URL") or "@" in text
+    if secret or (name == "SYNC_TOKEN_FILE" and not text.startswith("/")):
+        return ""
+    return f" (it is {mask(text)[:80]!r})"
+
+
 def _find_token(config: Config, environ: Mapping[str, str], problems: list[str]) -> str:
     """The systemd credential if it is not empty, then the file, then the variable."""
     token = config.token
-    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), "token")
-    for name, path in (("SYNC_TOKEN_FILE", config.token_file), ("credential token", credential)):
-        if not path or (path == credential and not os.path.exists(path)):
-            continue
+    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
+    files = [("SYNC_TOKEN_FILE", config.token_file)] if config.token_file else []
+    if os.path.exists(credential):
+        files.append(("credential token", credential))
+    for name, path in files:
         try:
             with open(path, encoding="ascii") as file:
                 token = file.read(8192).strip() or token
@@ -365,7 +404,10 @@ def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         tls_context(config)
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or error
-        yield f"SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY: cannot be used: {reason}"
+        yield (
+            f"SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY cannot be used: {reason} "
+            "(is each there, readable, PEM, and the key without a pass phrase?)"
+        )
     watchdog = int(environ.get("WATCHDOG_USEC") or 0) / 1e6
     if watchdog and max(config.timeout, DB_DEADLINE) >= watchdog / 2:
         yield (
@@ -377,7 +419,8 @@ def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 def tls_context(config: Config) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=config.ca_file or None)
     if config.client_cert:
-        context.load_cert_chain(config.client_cert, config.client_key or None)
+        # An empty pass phrase: OpenSSL would ask for it on the terminal.
+        context.load_cert_chain(config.client_cert, config.client_key or None, password="")
     return context
 
 
@@ -545,14 +588,17 @@ class Outage:
 
 @dataclass(frozen=True)
 class Aside:
-    """A failure that an outage may still explain: written down when it does not."""
+    """An entry that failed alone, and what follows from it."""
 
     seq: int
+    entity_type: str
     lane: str
+    call: str | None
     verdict: Verdict
     step: Transition
     successes: int
     waited: float
+    recording_id: str | None
 
 
 OUTAGE_LANES: Final = 3  # so many lanes set aside in a row, without a success between: an outage
@@ -610,6 +656,10 @@ class EntryTrouble(Exception):
         self.verdict = Verdict(fate, code, reason)
 
 
+class Gone(EntryTrouble):
+    """The audio is not there: perhaps because we removed it ourselves."""
+
+
 # ==================================================================================================
 # Logging and systemd
 # Sentences with fields, masked before they leave; signals, deadlines and the watchdog.
@@ -620,34 +670,45 @@ log: Final = logging.getLogger("serversync")
 _SECRETS: Final = (
     (re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.S), "***"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[^\s\"',;]+"), r"\1 ***"),
-    (re.compile(r"(://[^/\s:@]*:)[^/\s]*@"), r"\1***@"),
+    (re.compile(r"(://[^/\s:@]*:)[^\s@]*@"), r"\1***@"),
     (
         re.compile(
             r"(?i)((?:password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key)"
-            r"[\"']?\s*[=:]\s*[\"']?)[^\s\"'&,;]+"
+            r"[\"']?\s*[=:]\s*)(?:\*\*\*|\"[^\"]*\"?|'[^']*'?|[^\s\"'&,;]+)"
         ),
         r"\1***",
     ),
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),
-    (re.compile(r"\b(?:gh[pousr]_|glpat-|sk-|xox[abprs]-|AIza)[A-Za-z0-9_-]{16,}"), "***"),
+    (
+        re.compile(
+            r"\b(?:gh[pousr]_|github_pat_|glpat-|sk[-_]|xox[a-z]-|xoxe\.|xapp-|AIza)[\w.-]{16,}"
+        ),
+        "***",
+    ),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
 )
 
 
 def mask(text: str, known: Sequence[str] = ()) -> str:
     """The text without secrets: the known ones, and all that look like one."""
-    for secret in known:
-        if len(secret) >= 4:
-            text = text.replace(secret, "***")
+    text = _without_known(text, known)
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
+def _without_known(text: str, known: Sequence[str]) -> str:
+    for secret in sorted(known, key=len, reverse=True):
+        if len(secret) >= 4:
+            text = text.replace(secret, "***")
+    return text
+
+
 def clean(text: str, known: Sequence[str] = (), limit: int = 1024) -> str:
     """Text from outside, fit for SQL and the journal: no NUL, no surrogate, no secret, short."""
-    text = text[: 4 * limit].encode("utf-8", "replace").decode("utf-8").replace("\0", " ")
-    return mask(text, known)[:limit]
+    text = _without_known(text[: 1 << 20], known)[: 4 * limit]
+    text = text.encode("utf-8", "replace").decode("utf-8").replace("\0", " ")
+    return mask(text)[:limit]
 
 
 class Masking(logging.Filter):
@@ -946,8 +1007,13 @@ RULES: Final = (
         "a redirect, which is never followed: a login page?",
         _http(300, 399),
     ),
-    Rule("UNAUTHORIZED", Fate.SUSPECT, "the frontend does not accept the token", _http(401)),
-    Rule("UNAUTHORIZED", Fate.SUSPECT, "the frontend forbids it: wrong token?", _http(403)),
+    Rule("UNAUTHORIZED", Fate.SUSPECT, "the frontend does not accept our credentials", _http(401)),
+    Rule(
+        "UNAUTHORIZED",
+        Fate.SUSPECT,
+        "the frontend forbids it, perhaps to these credentials",
+        _http(403),
+    ),
     Rule(
         "NOT_FOUND",
         Fate.SUSPECT,
@@ -993,10 +1059,11 @@ def retry_after(text: str | None, now: float) -> float | None:
     """Seconds or a date; nonsense is None; never more than an hour, whatever the clocks say."""
     if text is None:
         return None
-    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        return min(float(text), RETRY_AFTER_CAP)
+    if re.fullmatch(r"[0-9]+", text.strip()):
+        return min(float(text.strip()[:12]), RETRY_AFTER_CAP)
     try:
-        wait = parsedate_to_datetime(text).timestamp() - now
+        date = parsedate_to_datetime(text)  # without a zone: HTTP's dates are GMT
+        wait = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now
     except (TypeError, ValueError, OverflowError):
         return None
     return min(max(wait, 0.0), RETRY_AFTER_CAP)
@@ -1023,9 +1090,8 @@ def confirm_entries(
 ) -> tuple[Verdict, dict[int, str]]:
     """The verdict on a request of entries, and those that were refused for good with the reason."""
     said = answer.said
-    if _already(answer, key):
-        return Verdict(Fate.SENT, "CONFLICT_PROCESSED", "the frontend has it", 409), {}
-    if not (_success(answer) and isinstance(said, dict) and said.get("ok") is True):
+    already = _already(answer, key)
+    if not already and not (_success(answer) and isinstance(said, dict) and said.get("ok") is True):
         return classify(answer, now), {}
     listed = said.get("rejected")
     rejected: dict[int, str] = {}
@@ -1034,26 +1100,35 @@ def confirm_entries(
         if type(seq) is int and seq in seqs and seq not in rejected:
             rejected[seq] = f"{item.get('code') or 'rejected'}: {item.get('message') or ''}"
     if listed is not None and (not isinstance(listed, list) or len(rejected) != len(listed)):
-        strange = replace(answer, detail="its list of rejected entries makes no sense")
+        strange = replace(answer, status=200, detail="its list of rejected entries makes no sense")
         return classify(strange, now), {}
-    return Verdict(Fate.SENT, "", "confirmed", answer.status), rejected
+    return _sent(answer, already), rejected
+
+
+def _sent(answer: Answer, already: bool) -> Verdict:
+    return Verdict(Fate.SENT, "CONFLICT_PROCESSED" if already else "", "confirmed", answer.status)
+
+
+_FILE_URL: Final = re.compile(r"(?i)https?://[!-.0-~][!-~\u00a1-\ud7ff\ue000-\U0010ffff]{0,2040}")
 
 
 def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tuple[Verdict, str]:
     """The verdict on an upload, and the URL under which the frontend has it."""
     said = answer.said
-    url = said.get("fileUrl") if isinstance(said, dict) else None
-    good_url = isinstance(url, str) and bool(re.match(r"https?://[^\s/]", url)) and len(url) <= 2048
-    if good_url and _already(answer, key):
-        return Verdict(Fate.SENT, "CONFLICT_PROCESSED", "the frontend has it", 409), str(url)
-    if not _success(answer):
+    already = _already(answer, key)
+    if not already and not _success(answer):
         return classify(answer, now), ""
-    if not good_url:
-        return classify(replace(answer, detail="without a usable fileUrl"), now), ""
-    stored = said.get("sizeBytes")
-    if stored is not None and stored != size:
-        return classify(replace(answer, detail=f"it stored {stored} of {size} bytes"), now), ""
-    return Verdict(Fate.SENT, "", "confirmed", answer.status), str(url)
+    url = said.get("fileUrl") if isinstance(said, dict) else None
+    problem = ""
+    if not isinstance(url, str) or not _FILE_URL.fullmatch(url):
+        problem = "without a usable fileUrl"
+    elif said.get("ok", True) is not True:
+        problem = "it says that it is not ok"
+    elif said.get("sizeBytes") not in (None, size):
+        problem = f"it stored {said['sizeBytes']} of {size} bytes"
+    if problem:
+        return classify(replace(answer, detail=problem), now), ""
+    return _sent(answer, already), str(url)
 
 
 def next_state(
@@ -1092,6 +1167,14 @@ def next_size(size: int, most: int, gentle: bool) -> int:
 def grace_is_over(tries: int, waited: float, grace: float) -> bool:
     """A file may be called missing: so many looks, so much of our own running time."""
     return tries + 1 >= LOOKS_MIN and waited >= grace
+
+
+def remember(memory: dict[Any, Any], key: object, value: object, most: int = 256) -> None:
+    """Puts it last, and forgets the first of too many: memory does not depend on the backlog."""
+    memory.pop(key, None)
+    memory[key] = value
+    if len(memory) > most:
+        del memory[next(iter(memory))]
 
 
 def human(size: float) -> str:
@@ -1134,8 +1217,6 @@ def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
 # ==================================================================================================
 
 MIGRATION_1: Final = """
-create schema if not exists serversync;
-
 create table serversync.schema_version (number int primary key);
 
 -- All entries of one call share a lane.
@@ -1309,11 +1390,15 @@ MIGRATIONS: Final = (MIGRATION_1,)
 
 LOCK_KEY: Final = 0x7365727673796E63  # "servsync"; an advisory lock counts for one database
 
-# Settles the session: names resolve in the backend's schema first; a silent peer is noticed.
+# Settles the session: names resolve in the backend's schemas first, in ours last (for a role named
+# serversync, "$user" would put it first); a silent peer is noticed.
 SESSION: Final = """
-select set_config('search_path',
-           concat_ws(', ', nullif(current_setting('search_path'), ''), 'serversync'), false),
+select set_config('search_path', array_to_string(array(
+           select quote_ident(name) from unnest(current_schemas(false)) name
+           where name <> 'serversync') || 'serversync'::text, ', '), false),
        set_config('timezone', 'UTC', false),
+       set_config('datestyle', 'ISO', false),
+       set_config('extra_float_digits', '1', false),
        set_config('statement_timeout', '18s', false),
        set_config('idle_in_transaction_session_timeout', '60s', false),
        set_config('tcp_keepalives_idle', '20', false),
@@ -1329,17 +1414,26 @@ where pid = %(pid)s and backend_start = %(start)s and usename = current_user
 """
 # The try form: the blocking one would pin xmin for as long as the standby waits.
 TRY_LOCK: Final = "select pg_try_advisory_lock(%(key)s::bigint)"
-# What is there, and what this role may. No lock.
+# What is there, and which rights this role lacks on it. No lock.
 RIGHTS: Final = """
-select to_regclass('sync_outbox')::text, to_regclass('recordings')::text,
+select to_regclass('sync_outbox') is not null, to_regclass('recordings')::text,
+       to_regnamespace('serversync') is not null,
        to_regclass('serversync.schema_version') is not null,
-       coalesce(has_table_privilege(to_regclass('sync_outbox'), 'SELECT')
-           and has_column_privilege(to_regclass('sync_outbox'), 'processed_at', 'UPDATE'), false),
-       coalesce(has_table_privilege(to_regclass('recordings'), 'SELECT')
-           and has_column_privilege(to_regclass('recordings'), 'upload_status', 'UPDATE')
-           and has_column_privilege(to_regclass('recordings'), 's3_url', 'UPDATE'), true),
-       current_user::text, current_database()::text
+       quote_ident(current_user), current_database()::text,
+       array_remove(array[
+           case when not (has_table_privilege(to_regclass('sync_outbox'), 'select')
+                      and has_column_privilege(to_regclass('sync_outbox'), 'processed_at',
+                                               'update'))
+                then 'select, update (processed_at) on sync_outbox' end,
+           case when not (has_table_privilege(to_regclass('recordings'), 'select')
+                      and has_column_privilege(to_regclass('recordings'), 'upload_status', 'update')
+                      and has_column_privilege(to_regclass('recordings'), 's3_url', 'update'))
+                then 'select, update (upload_status, s3_url) on recordings' end,
+           case when not has_table_privilege(to_regclass('system_settings'), 'select')
+                then 'select on system_settings' end], null),
+       has_table_privilege(to_regclass('sync_outbox'), 'delete')
 """
+CREATE_SCHEMA: Final = "create schema serversync"
 VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version"
 SET_VERSION: Final = "insert into serversync.schema_version values (%(number)s)"
 # A new holder of the lock: results of an older epoch are worth nothing.
@@ -1688,6 +1782,7 @@ UNFINISHED: Final = "select exists (select from sync_outbox where processed_at i
 
 DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are better than ours
 INDEX_DEADLINE: Final = 600.0
+OPTIONAL_EVERY: Final = 600.0
 
 
 class Database:
@@ -1701,10 +1796,10 @@ class Database:
         self.valid_from = 0  # results of epochs before this one are worth nothing
         self.root_id: str | None = None
         self.used = 0.0  # when the server last answered
-        self.hint = ""  # why there is no index or no trigger
-        self._notified = False
+        self.optional_due = float("inf")  # for the index and the trigger
+        self._notifications = 0
         self._identity: tuple[int, Any] | None = None
-        self._prepared = False
+        self._hints: list[str] = []
 
     # --- the connection -------------------------------------------------------------------------
 
@@ -1746,8 +1841,9 @@ class Database:
         return self.conn is not None and self.conn.info.host.startswith("/")
 
     def _shut(self) -> None:
-        if self.conn is not None:
-            shut_socket(self.conn.fileno())
+        with contextlib.suppress(psycopg.Error):
+            if self.conn is not None:
+                shut_socket(self.conn.fileno())
 
     @contextlib.contextmanager
     def _guard(self, seconds: float = DB_DEADLINE) -> Iterator[psycopg.Connection[Any]]:
@@ -1791,34 +1887,31 @@ class Database:
         if self.epoch != before + 1:
             self.valid_from = self.epoch
         self.run("listen serversync")
+        self._notifications += 1  # nobody knows what came before
         self.locked = True
         return True
 
     def _prepare(self) -> None:
-        outbox, recordings, ours, may_mark, may_show, role, name = self.run(RIGHTS)[0]
-        if outbox is None:
+        row = self.run(RIGHTS)[0]
+        outbox, recordings, schema, ours, role, name, missing, may_delete = row
+        if not outbox:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
-        missing = []
-        if not may_mark:
-            missing.append(f"grant select, update (processed_at) on sync_outbox to {role}")
-        if not may_show:
-            missing.append(f"grant select, update (upload_status, s3_url) on recordings to {role}")
-        if missing:
-            raise ConfigError(
-                [f"rights are missing in database {name}: {line}" for line in missing]
-            )
+        lines = [f"role {role} lacks rights, run: grant {what} to {role}" for what in missing]
+        if lines:
+            raise ConfigError([f"database {name}: {line}" for line in lines])
         try:
+            if not schema:
+                self.run(CREATE_SCHEMA)
             self._migrate(ours)
         except psycopg.errors.InsufficientPrivilege:
+            how = f"create schema serversync authorization {role}"
+            if schema:
+                how = f"alter schema serversync owner to {role}"
+            hint = f"as a superuser, run: {how}"
             raise ConfigError(
-                [
-                    f"role {role} may not create the schema serversync in database {name}: as its "
-                    f"owner, run: create schema serversync authorization {role}"
-                ]
+                [f"database {name}: role {role} may not make its tables: {hint}"]
             ) from None
-        if not self._prepared:
-            self._prepared = True
-            self._make_optional(recordings)
+        self._say_less(recordings, may_delete)
 
     def _migrate(self, ours: bool) -> None:
         known = self.run(VERSION)[0][0] if ours else 0
@@ -1832,19 +1925,28 @@ class Database:
                 conn.execute(SET_VERSION, {"number": number})
             say(logging.INFO, "migrated", f"schema serversync is now at version {number}")
 
-    def _make_optional(self, recordings: str | None) -> None:
-        """Index and trigger, where the role may; where not, that is said once."""
-        hints = []
+    def _say_less(self, recordings: str | None, may_delete: bool) -> None:
+        hints = self.make_optional()
         if recordings is None:
-            hints.append("there is no table recordings (only JSON entries and files are sent)")
+            hints.append("there is no table recordings: none is marked as uploaded")
+        if not may_delete:
+            hints.append("no right to delete from sync_outbox: old rows are not pruned")
+        if hints != self._hints:
+            self._hints = hints
+            say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
+
+    def make_optional(self) -> list[str]:
+        """Index and trigger, where the role may; where not, why. Tried again after a mere lock."""
+        hints = []
+        self.optional_due = float("inf")
         for what, make in (("index", self._make_index), ("NOTIFY trigger", self._make_trigger)):
             try:
                 make()
             except psycopg.Error as error:
                 hints.append(f"no {what}: {error.diag.message_primary or error}")
-        self.hint = "; ".join(hints)
-        if hints:
-            say(logging.WARNING, "reduced", f"going on with less: {self.hint}")
+                if isinstance(error, psycopg.errors.LockNotAvailable):
+                    self.optional_due = time.monotonic() + OPTIONAL_EVERY
+        return hints
 
     def _make_index(self) -> None:
         state = self.run(INDEX_STATE)
@@ -1872,21 +1974,21 @@ class Database:
     # --- waking up ------------------------------------------------------------------------------
 
     def _on_notify(self, _: object) -> None:
-        self._notified = True
+        self._notifications += 1
 
-    def notified(self) -> bool:
-        """True once after a NOTIFY. Looks at what is here already: it never waits."""
+    def notifications(self) -> int:
+        """How many there were, with those that are here by now: it never waits."""
         if self.conn is not None:
             with self._guard() as conn:
                 conn.pgconn.consume_input()
                 while conn.pgconn.notifies():
-                    self._notified = True
-        seen, self._notified = self._notified, False
-        return seen
+                    self._notifications += 1
+        return self._notifications
 
     # --- entries --------------------------------------------------------------------------------
 
     def fetch(self, after: int, size: int, limit: int, skip: Sequence[str], fresh: bool) -> Batch:
+        limit -= len(BODY_HEAD) + len(BODY_TAIL)
         rows = self.run(FETCH, after=after, size=size, bytes=limit, skip=list(skip), fresh=fresh)
         seqs, sizes, body = rows[0]
         if not seqs:
@@ -1952,43 +2054,29 @@ class Database:
         return rows[0] if rows else None
 
     def set_aside(self, aside: Aside) -> None:
+        self._settle_failure(SET_ASIDE, aside)
+
+    def hold_type(self, aside: Aside) -> None:
+        self._settle_failure(HOLD_TYPE, aside)
+
+    def bury(self, aside: Aside) -> None:
+        self._settle_failure(BURY, aside)
+
+    def _settle_failure(self, sql: str, aside: Aside) -> None:
         self.run(
-            SET_ASIDE,
+            sql,
             seq=aside.seq,
+            entity_type=aside.entity_type,
+            recording_id=aside.recording_id,
             tries=aside.step.tries,
             attempts=aside.step.attempts,
-            successes=aside.successes,
             delay=aside.step.delay,
+            successes=aside.successes,
+            waited=aside.waited,
             code=aside.verdict.code,
             error=aside.verdict.reason,
             status=aside.verdict.status,
-            waited=aside.waited,
-        )
-
-    def hold_type(
-        self, entity_type: str, verdict: Verdict, step: Transition, successes: int
-    ) -> None:
-        self.run(
-            HOLD_TYPE,
-            entity_type=entity_type,
-            tries=step.tries,
-            successes=successes,
-            delay=step.delay,
-            code=verdict.code,
-            error=verdict.reason,
-            status=verdict.status,
-        )
-
-    def bury(self, seq: int, verdict: Verdict, attempts: int, recording_id: str | None) -> None:
-        self.run(
-            BURY,
-            seq=seq,
-            code=verdict.code,
-            error=verdict.reason,
-            status=verdict.status,
-            attempts=attempts,
-            blamed=verdict.code not in LOCAL_CODES,
-            recording_id=recording_id,
+            blamed=aside.verdict.code not in LOCAL_CODES,
         )
 
     # --- deletions ------------------------------------------------------------------------------
@@ -2058,6 +2146,13 @@ class Wire:
         self.timeout = config.timeout
         self.url = parse_url(config.frontend_base_url)
         self.tls = tls_context(config) if self.url.scheme == "https" else None
+        if (
+            self.tls
+            and not hasattr(urllib3, "BaseHTTPResponse")
+            and re.fullmatch(r"[\d.]+|\[.*\]", self.url.host or "")
+        ):
+            # urllib3 1.26 names no host to ssl for an IP address, and compares it by itself.
+            self.tls.check_hostname = False
         self.base = (self.url.path or "").rstrip("/")
         self.phase = "reused"
         self.sock: Any = None
@@ -2097,21 +2192,21 @@ class Wire:
 
     def request(
         self, method: str, path: str, headers: dict[str, str], body: Body | None, patience: float,
-        most: float = float("inf"),
+        most: float = float("inf"), between: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
         """One request; a reset on a reused connection is tried once more on a fresh one."""
         if time.monotonic() - self._used > IDLE_MAX:
             self.close()
-        answer = self._request(method, path, headers, body, patience, most)
+        answer = self._request(method, path, headers, body, patience, most, between)
         if answer.trouble is Trouble.RESET and self.phase == "reused":
             self.close()
-            answer = self._request(method, path, headers, body, patience, most)
+            answer = self._request(method, path, headers, body, patience, most, between)
         self._used = time.monotonic()
         return answer
 
     def _request(
         self, method: str, path: str, headers: dict[str, str], body: Body | None, patience: float,
-        most: float,
+        most: float, between: Callable[[], None] | None,
     ) -> Answer:  # fmt: skip
         self.phase, self.steady, self._complete = "reused", False, body is None
         started = time.monotonic()
@@ -2120,7 +2215,7 @@ class Wire:
                 response = self._pool.urlopen(
                     method,
                     self.base + path,
-                    body=self._sending(body, limit, patience) if body else None,
+                    body=self._sending(body, limit, patience, between) if body else None,
                     headers=headers,
                     timeout=Timeout(connect=max(self.timeout, STALL_SEC), read=patience),
                     redirect=False,  # urllib3 would repeat a streamed body, empty, and report 200
@@ -2147,10 +2242,27 @@ class Wire:
             duration=time.monotonic() - started,
         )
 
-    def _sending(self, body: Body, limit: Limit, patience: float) -> Iterator[Piece]:
+    def _sending(
+        self, body: Body, limit: Limit, patience: float, between: Callable[[], None] | None
+    ) -> Iterator[Piece]:
+        """The pieces; and, where a callback is given, the wait for the answer's first byte.
+
+        The frontend may need long to store a file: other entries go on meanwhile.
+        """
         limit.extend(self.timeout)
         self._complete = yield from body(limit)
         limit.extend(patience)
+        if between is None or self.tls or not self._complete:
+            return
+        poller = select.poll()
+        poller.register(self.sock.fileno(), select.POLLIN)
+        poller.register(self.process.wake_fd, select.POLLIN)
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            between()
+            if dict(poller.poll(TICK * 1000)).get(self.sock.fileno()):
+                limit.extend(self.timeout)
+                return
 
     def _read(self, response: Any) -> bytes:
         text = bytearray()
@@ -2184,10 +2296,21 @@ class Wire:
             trouble = Trouble.GARBLED
         return Answer(
             trouble=trouble,
-            detail=f"{type(error).__name__}: {error}",
+            detail=plain_words(error),
             steady=self.steady,
             duration=time.monotonic() - started,
         )
+
+
+def plain_words(error: BaseException) -> str:
+    """What went wrong, from the innermost error: urllib3 wraps it in objects and addresses."""
+    for _ in range(8):
+        around = (*reversed(error.args), error.__cause__, error.__context__)
+        inner = next((each for each in around if isinstance(each, BaseException)), None)
+        if inner is None:
+            break
+        error = inner
+    return str(getattr(error, "strerror", "") or error or "time is up")
 
 
 class Stream:
@@ -2224,7 +2347,6 @@ class Stream:
             self.sent += got
             self._learn(time.monotonic() - at)
         yield self.tail
-        self._wait_for_answer(limit)
         return True
 
     def _fill(self, piece: memoryview) -> int:
@@ -2279,21 +2401,6 @@ class Stream:
             self.wire.steady = False
             raise TimeoutError(f"less than {least:g} bytes/s for {STALL_SEC:g} s")
 
-    def _wait_for_answer(self, limit: Limit) -> None:
-        """The frontend may need long to store a file: other entries go on meanwhile."""
-        patience = answer_patience(self.ready.size)
-        limit.extend(patience)
-        if self.wire.tls:
-            return
-        poller = select.poll()
-        poller.register(self.wire.sock.fileno(), select.POLLIN)
-        poller.register(self.wire.process.wake_fd, select.POLLIN)
-        until = time.monotonic() + patience
-        while time.monotonic() < until:
-            self.between(self.sent)
-            if dict(poller.poll(TICK * 1000)).get(self.wire.sock.fileno()):
-                return
-
 
 def answer_patience(size: int) -> float:
     return 60.0 + size / 10_000_000
@@ -2341,7 +2448,14 @@ class Frontend:
         kind = f"multipart/form-data; boundary={boundary}"
         headers = self._headers(ready.key, kind, stream.length)
         patience = answer_patience(ready.size)
-        return self.files.request("POST", "/api/ingest/recording-file", headers, stream, patience)
+        return self.files.request(
+            "POST",
+            "/api/ingest/recording-file",
+            headers,
+            stream,
+            patience,
+            between=partial(between, ready.size),
+        )
 
     def stored_length(self, entry: FileEntry) -> Answer:
         path = self.config.verify_path.replace("{callLogId}", entry.call_log_id or "")
@@ -2472,6 +2586,18 @@ def local_trouble(error: OSError, name: str) -> EntryTrouble:
     return EntryTrouble(Fate.ASIDE, "FILE_UNREADABLE", f"{name!r}: {error.strerror}")
 
 
+def read_small(folder: int, name: str, most: int) -> tuple[os.stat_result, bytes]:
+    """The beginning of a plain file of one name; EISDIR for all that is none."""
+    fd = os.open(name, _OPEN_FILE, dir_fd=folder)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise OSError(errno.EISDIR, "not a plain file of one name")
+        return status, os.read(fd, most)
+    finally:
+        os.close(fd)
+
+
 class Recordings:
     """The backend's directory of recordings, and our trash in it."""
 
@@ -2512,8 +2638,7 @@ class Recordings:
 
     def _marker(self, root: int) -> str | None:
         try:
-            with open(os.open(MARKER, _OPEN_FILE, dir_fd=root), encoding="ascii") as file:
-                return file.read(64).strip() or None
+            return read_small(root, MARKER, 64)[1].decode("ascii").strip() or None
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
@@ -2553,7 +2678,8 @@ class Recordings:
                     Fate.DEAD, "FILE_UNSAFE", f"{name!r} is not a plain file of one name"
                 )
             if status.st_size == 0:
-                raise self._missing(f"{directory}/{name} is empty", grace_over)
+                missing = self._missing(f"{directory}/{name} is empty", grace_over).verdict
+                raise EntryTrouble(missing.fate, missing.code, missing.reason)
             files = [signature(name, status)]
             meta = self._meta(folder, files)
             if meta is None and not grace_over:
@@ -2572,25 +2698,19 @@ class Recordings:
             raise local_trouble(error, name) from None
 
     @staticmethod
-    def _missing(what: str, grace_over: bool) -> EntryTrouble:
+    def _missing(what: str, grace_over: bool) -> Gone:
         if grace_over:
-            return EntryTrouble(Fate.DEAD, "FILE_MISSING", what)
-        return EntryTrouble(Fate.ASIDE, "NOT_READY", f"{what} (yet)")
+            return Gone(Fate.DEAD, "FILE_MISSING", what)
+        return Gone(Fate.ASIDE, "NOT_READY", f"{what} (yet)")
 
     @staticmethod
     def _meta(folder: int, files: list[dict[str, Any]]) -> bytes | None:
         """meta.json verbatim, or None when it is missing or broken. An empty one holds nothing to
         lose and may go with the recording; a broken one stays."""
         try:
-            with open(os.open(META, _OPEN_FILE, dir_fd=folder), "rb") as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                    return None
-                text = file.read(META_MAX + 1)
-        except FileNotFoundError:
-            return None
+            status, text = read_small(folder, META, META_MAX + 1)
         except OSError as error:
-            if error.errno == errno.ELOOP:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR):
                 return None
             raise local_trouble(error, META) from None
         try:
@@ -2689,9 +2809,7 @@ class Recordings:
         seen, since = self._watched.get(seq, (None, now))
         if seen != state:
             since = now
-            if len(self._watched) >= 1000:
-                self._watched.pop(next(iter(self._watched)))
-            self._watched[seq] = (state, since)
+            remember(self._watched, seq, (state, since))
         watched = now - since
         newest = max(s.st_mtime for s in [status, *looks])
         age = time.time() - newest
@@ -2790,6 +2908,7 @@ class Agent:
         self.interval = config.poll_interval
         self.sentence = ""
         self.deaths = 0
+        self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
         self.waiting = False  # there are rows in failures
         self.looked_at = "now"  # the database's time at the head of the cycle
         self.delete_due = 0.0
@@ -2799,6 +2918,7 @@ class Agent:
         self._unverified: dict[int, tuple[str, str, Answer]] = {}
         self._nested_until = 0.0  # not 0: we are between two chunks of an upload
         self._blind = False  # until the end of this upload
+        self._heard = self._heard_between = 0
         self._looked = self._between_at = 0.0
 
     # --- recording results ----------------------------------------------------------------------
@@ -2829,8 +2949,11 @@ class Agent:
                 if self._nested_until:
                     raise
                 self.hold()
-            except psycopg.Error as error:
-                if self._nested_until or not error.sqlstate:
+            except Exception as error:
+                if not getattr(error, "sqlstate", None):  # not the database's no: a bug of ours
+                    self._unrecorded.pop(0)
+                    raise
+                if self._nested_until:
                     raise
                 tries += 1
                 text = f"a result cannot be recorded, nothing else is sent: {error}"
@@ -2856,9 +2979,12 @@ class Agent:
     def write_asides(self, door: Endpoint) -> None:
         """Failures that no outage explains."""
         while door.aside:
-            aside = door.aside.pop(0)
-            self.record(partial(self.db.set_aside, aside))
-            self.waiting = True
+            self._write_aside(door.aside.pop(0))
+
+    def _write_aside(self, aside: Aside) -> None:
+        self.record(partial(self.db.set_aside, aside))
+        self.waiting = True
+        self._say_failed(aside)
 
     def begin_outage(self, door: Endpoint, verdict: Verdict) -> None:
         """What an outage showed is not written to the entries: when it ends, everything is due."""
@@ -2869,9 +2995,7 @@ class Agent:
         since = before.since if before else now
         door.outage = Outage(verdict.code, verdict.reason, since, tries, now + wait)
         for aside in door.aside:
-            door.suspected[aside.seq] = aside.successes
-        while len(door.suspected) > 256:
-            del door.suspected[next(iter(door.suspected))]
+            remember(door.suspected, aside.seq, aside.successes)
         door.aside.clear()
         door.size = 1
         self.repeats.say(
@@ -2883,10 +3007,8 @@ class Agent:
             ERROR_CODE=verdict.code,
             HTTP_STATUS=verdict.status,
         )
-        if verdict.code == "RATE_LIMITED":  # for all traffic
-            other = self.files if door is self.entries else self.entries
-            other.outage = other.outage or replace(door.outage, tries=0)
-            other.outage.due = max(other.outage.due, now + wait)
+        if verdict.code == "RATE_LIMITED":
+            self.quiet_until = now + wait
 
     def failed(
         self, door: Endpoint, seq: int, verdict: Verdict, waited: float = 0.0,
@@ -2903,28 +3025,28 @@ class Agent:
         verdict = replace(verdict, reason=clean(verdict.reason, MASKING.known))
         retry_max, hours = self.config.retry_max, self.config.retry_hours
         step = next_state(past, verdict, successes, deaths, retry_max, hours, random.random())
-        aside = Aside(seq, lane, verdict, step, successes, waited)
-        door.tried[lane] = None
+        aside = Aside(seq, entity_type, lane, call, verdict, step, successes, waited, recording_id)
+        remember(door.tried, lane, None)
         if step.to is Next.DEAD:
-            self.record(partial(self.db.bury, seq, verdict, step.attempts, recording_id))
-            self.deaths += 1
-            self.tally.dead += 1
+            self.record(partial(self.db.bury, aside))
+            self._say_failed(aside)
         elif step.to is Next.HELD:
-            self.record(partial(self.db.hold_type, entity_type, verdict, step, successes))
+            self.record(partial(self.db.hold_type, aside))
             self.waiting = True
+            self._say_failed(aside)
         elif verdict.fate is Fate.SUSPECT and not step.charged:
-            door.aside.append(aside)
+            door.aside.append(aside)  # an outage may still explain it
         else:
-            self.record(partial(self.db.set_aside, aside))
-            self.waiting = True
-        self._say_failed(aside, entity_type, call)
+            self._write_aside(aside)
         if len(door.aside) >= door.lanes:
             self.begin_outage(door, verdict)
         return lane, entity_type, step.to
 
-    def _say_failed(self, aside: Aside, entity_type: str, call: str | None) -> None:
-        verdict, step = aside.verdict, aside.step
+    def _say_failed(self, aside: Aside) -> None:
+        verdict, step, entity_type = aside.verdict, aside.step, aside.entity_type
         self.tally.aside += step.to is not Next.DEAD
+        self.tally.dead += step.to is Next.DEAD
+        self.deaths += step.to is Next.DEAD
         quiet = verdict.code == "NOT_READY" and step.tries > 1
         words = {
             Next.WAITS: f"set aside, next try in {step.delay:.0f} s",
@@ -2937,7 +3059,7 @@ class Agent:
             f"entry {aside.seq} ({entity_type}) {words[step.to]}: {verdict.reason}",
             SEQ=aside.seq,
             ENTITY_TYPE=entity_type,
-            CALL_ID=call,
+            CALL_ID=aside.call,
             ERROR_CODE=verdict.code,
             HTTP_STATUS=verdict.status,
             ATTEMPT=step.attempts,
@@ -2953,9 +3075,9 @@ class Agent:
         In an outage, lanes that were never tried come first, then those least recently tried:
         three old poisonous lanes must not look like an outage for ever.
         """
-        while door.outage is None or door.outage.due <= time.monotonic():
+        while not self._closed(door):
             was_out = door.outage is not None
-            sent = 0
+            sent, dead = 0, self.tally.dead
             for fresh, skipping in ((True, True), (False, True), (False, False)):
                 if was_out or not skipping:
                     skip = list(door.tried) if skipping else []
@@ -2967,15 +3089,17 @@ class Agent:
             if self._closed(door) or self._nested_is_over():
                 return
             self.write_asides(door)
-            if door.outage is not None and not sent:
+            moved = sent or self.tally.dead > dead
+            if door.outage is not None and not moved:
                 # Too few lanes for an outage: each waits by its own backoff.
                 door.outage = None
                 self.repeats.over(door.name)
-            if not sent:
+            if not moved:
                 return
 
     def _closed(self, door: Endpoint) -> bool:
-        return door.outage is not None and door.outage.due > time.monotonic()
+        due = door.outage.due if door.outage else 0.0
+        return max(due, self.quiet_until) > time.monotonic()
 
     def _nested_is_over(self) -> bool:
         return bool(self._nested_until) and (self._blind or time.monotonic() >= self._nested_until)
@@ -3142,6 +3266,7 @@ class Agent:
         """One pass over the recordings; new entries go between two of them."""
         sent = after = 0
         door = self.files
+        heard = self.db.notifications()
         was_out = door.outage is not None
         while entries := self.db.fetch_files(after, [*skip, *(a.lane for a in door.aside)], fresh):
             handled: set[str] = set()
@@ -3155,7 +3280,8 @@ class Agent:
                 sent += self.deliver_file(entry)
                 if self._closed(door) or (was_out and sent):
                     return sent
-                if self.db.notified():
+                if self.db.notifications() != heard:
+                    heard = self.db.notifications()
                     self.drain(self.entries, self.pass_entries)
         return sent
 
@@ -3168,6 +3294,9 @@ class Agent:
         grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
         try:
             verdict = self._upload(entry, grace_over)
+        except Gone as trouble:
+            uploaded = entry.upload_status == "uploaded"
+            verdict = self._already_there(entry) if uploaded else trouble.verdict
         except EntryTrouble as trouble:
             verdict = trouble.verdict
         except (Stopping, Lost, psycopg.Error):
@@ -3179,8 +3308,6 @@ class Agent:
             )
         finally:
             self._blind = False
-        if verdict.code in ("NOT_READY", "FILE_MISSING") and entry.upload_status == "uploaded":
-            verdict = self._already_there(entry)
         if verdict.fate is Fate.OUTAGE:
             self.begin_outage(self.files, verdict)
         elif verdict.fate is not Fate.SENT:
@@ -3242,9 +3369,7 @@ class Agent:
         if self.config.verify_path:
             look = self.frontend.stored_length(entry)
             if look.status != 200 or not (look.length or "").isdigit():
-                self._unverified[entry.seq] = (ready.key, url, answer)
-                if len(self._unverified) > 100:
-                    del self._unverified[next(iter(self._unverified))]
+                remember(self._unverified, entry.seq, (ready.key, url, answer))
                 failed = classify(replace(look, detail=f"verification by HEAD: {look.detail}"))
                 fate = failed.fate if failed.fate is Fate.OUTAGE else Fate.SUSPECT
                 return replace(failed, fate=fate), "", answer
@@ -3292,8 +3417,9 @@ class Agent:
         if self._blind:
             return
         try:
-            if self.db.notified() or now - self._looked >= NESTED_EVERY:
-                self._looked = now
+            heard = self.db.notifications()
+            if heard != self._heard_between or now - self._looked >= NESTED_EVERY:
+                self._heard_between, self._looked = heard, now
                 self._nested_until = now + NESTED_SEC
                 self.drain(self.entries, self.pass_entries)
         except (Lost, psycopg.Error):
@@ -3393,12 +3519,15 @@ class Agent:
     def cycle(self) -> None:
         self.settle()
         self.tally = Tally()
+        self._heard = self.db.notifications()  # what comes from now on wants another cycle
         interval, entries, files, self.waiting, self.looked_at = self.db.run(LOOK)[0]
-        usable = isinstance(interval, float) and 0 < interval < 1e9
-        self.interval = interval if usable else self.config.poll_interval
+        usable = interval is not None and 0 < interval <= 86400
+        self.interval = max(interval, 0.1) if usable else self.config.poll_interval
         if self.waiting and time.monotonic() >= self.stale_due:
             self.stale_due = time.monotonic() + 60.0
             self.db.run(DROP_STALE)
+        if time.monotonic() >= self.db.optional_due:
+            self.db.make_optional()
         self.remove_uploaded()
         for door, pending, one_pass in (
             (self.entries, entries, self.pass_entries),
@@ -3480,18 +3609,20 @@ class Agent:
         now = time.monotonic()
         waits = [self.interval, self.delete_due - now]
         waits += [d.outage.due - now for d in (self.entries, self.files) if d.outage]
+        if self.quiet_until > now:
+            waits = [max(wait, self.quiet_until - now) for wait in waits]
         if self.waiting:
             due = self.db.run(NEXT_DUE, since=self.looked_at)
             waits += [due[0][0] + 0.01] if due else []
         # In an outage a NOTIFY does not shorten the wait: a dead frontend is not asked more often.
-        self._wait(min(waits), deaf=self.entries.outage is not None)
+        self._wait(min(waits), deaf=self._closed(self.entries))
 
     def _wait(self, seconds: float, deaf: bool) -> None:
         """The one wait point: the database's socket, and signals through the wake-up pipe."""
         until = time.monotonic() + max(0.0, seconds)
         while not self.process.stop_at and not self.process.reload:
             self.process.progress()
-            if self.db.notified() and not deaf:
+            if self.db.notifications() != self._heard and not deaf:
                 return
             left = until - time.monotonic()
             if left <= 0:
