@@ -418,6 +418,7 @@ def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 
 def tls_context(config: Config) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=config.ca_file or None)
+    context.sslsocket_class = _PeekedSocket
     if config.client_cert:
         # An empty pass phrase: OpenSSL would ask for it on the terminal.
         context.load_cert_chain(config.client_cert, config.client_key or None, password="")
@@ -2106,6 +2107,32 @@ Piece = bytes | memoryview
 Body = Callable[[Limit], Generator[Piece, None, bool]]
 
 
+class _PeekedSocket(ssl.SSLSocket):
+    """Under TLS a readable socket may only hold session tickets: the first byte of an answer is
+    read without waiting, and given back to the reader."""
+
+    peeked = b""
+
+    def arrived(self) -> bool:
+        limit = self.gettimeout()
+        self.settimeout(0)
+        try:
+            self.peeked = self.peeked or self.recv(1)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError:
+            return True  # the reader will meet it again
+        finally:
+            self.settimeout(limit)
+        return True
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        if self.peeked:
+            memoryview(buffer)[:1], self.peeked = self.peeked, b""
+            return 1
+        return super().recv_into(buffer, nbytes, flags)
+
+
 class _Tap:
     """What both kinds of connection tell their Wire."""
 
@@ -2125,7 +2152,7 @@ class _Tap:
     def send(self, data: Any) -> None:
         try:
             super().send(data)  # type: ignore[misc]
-        except ConnectionResetError:
+        except (ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
             # After a reset an answer may still be readable; urllib3 looks for it only after EPIPE.
             raise BrokenPipeError from None
 
@@ -2252,7 +2279,7 @@ class Wire:
         limit.extend(self.timeout)
         self._complete = yield from body(limit)
         limit.extend(patience)
-        if between is None or self.tls or not self._complete:
+        if between is None or not self._complete:
             return
         poller = select.poll()
         poller.register(self.sock.fileno(), select.POLLIN)
@@ -2260,9 +2287,14 @@ class Wire:
         until = time.monotonic() + patience
         while time.monotonic() < until:
             between()
-            if dict(poller.poll(TICK * 1000)).get(self.sock.fileno()):
+            events = dict(poller.poll(TICK * 1000))
+            if events.get(self.sock.fileno()) and self.answered():
                 limit.extend(self.timeout)
                 return
+
+    def answered(self) -> bool:
+        """Whether a readable socket holds a piece of an answer."""
+        return not isinstance(self.sock, _PeekedSocket) or self.sock.arrived()
 
     def _read(self, response: Any) -> bytes:
         text = bytearray()
@@ -2279,19 +2311,22 @@ class Wire:
 
     def _failed(self, error: Exception, limit: Limit, started: float) -> Answer:
         self.process.check()
+        met = list(causes(error))
+
+        def any_of(*kinds: type[BaseException]) -> bool:
+            return any(isinstance(each, kinds) for each in met)
+
         trouble = Trouble.RESET
-        cause = error.args[-1] if error.args else None
+        ended = any_of(ssl.SSLEOFError, ssl.SSLZeroReturnError)
+        tls = any_of(ssl.SSLError, urllib3.exceptions.SSLError)
         if self.phase == "connecting":
-            tls = isinstance(error, urllib3.exceptions.SSLError)
             trouble = Trouble.TLS if tls else Trouble.UNREACHABLE
-        elif (
-            limit.expired
-            or isinstance(cause, TimeoutError)
-            or isinstance(error, (urllib3.exceptions.TimeoutError, TimeoutError))
-        ):
+        elif limit.expired or any_of(TimeoutError, urllib3.exceptions.TimeoutError):
             trouble = Trouble.TIMEOUT
-        elif isinstance(cause, http.client.HTTPException) and not isinstance(
-            cause, (http.client.RemoteDisconnected, http.client.IncompleteRead)
+        elif tls and not ended:  # under TLS 1.3 our certificate is refused after the handshake
+            trouble = Trouble.TLS
+        elif any_of(http.client.HTTPException) and not any_of(
+            http.client.RemoteDisconnected, http.client.IncompleteRead, OSError
         ):
             trouble = Trouble.GARBLED
         return Answer(
@@ -2302,15 +2337,21 @@ class Wire:
         )
 
 
-def plain_words(error: BaseException) -> str:
-    """What went wrong, from the innermost error: urllib3 wraps it in objects and addresses."""
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it wraps: urllib3 hides the real one in objects and addresses."""
+    kinds = (OSError, TimedOut, urllib3.exceptions.HTTPError, http.client.HTTPException)
     for _ in range(8):
+        yield error
         around = (*reversed(error.args), error.__cause__, error.__context__)
-        inner = next((each for each in around if isinstance(each, BaseException)), None)
+        inner = next((each for each in around if isinstance(each, kinds)), None)
         if inner is None:
-            break
+            return
         error = inner
-    return str(getattr(error, "strerror", "") or error or "time is up")
+
+
+def plain_words(error: BaseException) -> str:
+    inner = list(causes(error))[-1]
+    return str(getattr(inner, "strerror", "") or inner or "time is up")
 
 
 class Stream:
@@ -2371,23 +2412,21 @@ class Stream:
             self.chunk = min(CHUNK_MAX, self.chunk * 2)
 
     def _early_answer(self) -> bool:
-        """Waits for room in the socket's buffer and for our turn; True: an answer is here already.
-
-        Under TLS a readable socket may only hold session tickets: there a reset tells.
-        """
+        """Waits for room in the socket's buffer and for our turn; True: an answer is here."""
         poller = select.poll()
-        readable = 0 if self.wire.tls else select.POLLIN
         poller.register(self.wire.process.wake_fd, select.POLLIN)
         fd = self.wire.sock.fileno()
         while True:
             self.between(self.sent)
             now = time.monotonic()
             turn = self.started + self.sent / self.rate if self.rate else now
-            poller.register(fd, readable | (select.POLLOUT if turn <= now else 0))
+            poller.register(fd, select.POLLIN | (select.POLLOUT if turn <= now else 0))
             wait = TICK if turn <= now else min(TICK, turn - now)
             events = dict(poller.poll(wait * 1000)).get(fd, 0)
-            if events & (select.POLLIN | select.POLLERR | select.POLLHUP):
-                return bool(events & select.POLLIN)
+            if events & select.POLLIN and self.wire.answered():
+                return True
+            if events & (select.POLLERR | select.POLLHUP):
+                return False
             self._check_progress(time.monotonic())
             if events & select.POLLOUT:
                 return False
@@ -2744,11 +2783,11 @@ class Recordings:
 
     # --- deletion -------------------------------------------------------------------------------
 
-    def remove(self, root: int, upload: Upload, rivals: set[str], quiet: float) -> Removal:
+    def remove(self, root: int, upload: Upload, quiet: float) -> Removal:
         """Deletes what was uploaded, and nothing else. May be called again after a kill.
 
         1. What an earlier try left in the trash is finished.
-        2. The directory must have been quiet, and no pending recording may name our files.
+        2. The directory must have been quiet.
         3. One rename takes the directory (or each of our files, when others stay) into the trash.
         4. There it is compared with what was sent: the same is removed, all else goes back.
         """
@@ -2756,15 +2795,13 @@ class Recordings:
             trash = self._subdirectory(root, TRASH, 0o700)
             try:
                 self._empty(root, trash, upload)
-                return self._remove(root, trash, upload, rivals, quiet)
+                return self._remove(root, trash, upload, quiet)
             finally:
                 os.close(trash)
         except OSError as error:
             return Removal(error=f"{upload.directory}: {error.strerror or error}")
 
-    def _remove(
-        self, root: int, trash: int, upload: Upload, rivals: set[str], quiet: float
-    ) -> Removal:
+    def _remove(self, root: int, trash: int, upload: Upload, quiet: float) -> Removal:
         try:
             folder = os.open(upload.directory, _OPEN_DIR, dir_fd=root)
         except FileNotFoundError:
@@ -2775,19 +2812,17 @@ class Recordings:
             wait = self._until_quiet(folder, present, upload.seq, quiet)
             if wait > 0:
                 return Removal(wait=wait)
-            if ours & rivals:
-                return Removal(wait=60.0)
             for name in sorted(ours):
                 if not self._as_sent(folder, name, upload):
                     return Removal(error=f"{upload.directory}/{name} changed after its upload")
             plain = not any(os.path.isdir(f"/proc/self/fd/{folder}/{n}") for n in present - ours)
-            whole = not rivals and (present == ours or (self.extra == "delete" and plain))
+            whole = present == ours or (self.extra == "delete" and plain)
             if whole:
                 os.rename(upload.directory, str(upload.seq), src_dir_fd=root, dst_dir_fd=trash)
             elif ours:
                 self._move(folder, trash, str(upload.seq), ours, 0o700)
             self._empty(root, trash, upload)
-            if not whole and not rivals:
+            if not whole:
                 with contextlib.suppress(OSError):  # others' files stay, and so does it
                     os.rmdir(upload.directory, dir_fd=root)
             os.fsync(root)
@@ -2997,7 +3032,7 @@ class Agent:
         for aside in door.aside:
             remember(door.suspected, aside.seq, aside.successes)
         door.aside.clear()
-        door.size = 1
+        door.size, door.gentle = 1, False
         self.repeats.say(
             door.name,
             verdict.code,
@@ -3135,6 +3170,9 @@ class Agent:
             picked = parts.pop()
             if out:
                 picked = self._left(batch, picked, known, out)
+            if door.gentle and len(picked) > door.size:  # larger ones time out: that is known now
+                parts.append(picked[door.size :])
+                picked = picked[: door.size]
             if not picked:
                 continue
             part = batch if len(picked) == len(batch.seqs) else batch.part(picked)
@@ -3369,7 +3407,7 @@ class Agent:
         if self.config.verify_path:
             look = self.frontend.stored_length(entry)
             if look.status != 200 or not (look.length or "").isdigit():
-                remember(self._unverified, entry.seq, (ready.key, url, answer))
+                remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
                 failed = classify(replace(look, detail=f"verification by HEAD: {look.detail}"))
                 fate = failed.fate if failed.fate is Fate.OUTAGE else Fate.SUSPECT
                 return replace(failed, fate=fate), "", answer
@@ -3481,13 +3519,10 @@ class Agent:
         self.repeats.over("root")
 
     def _remove(self, root: int, upload: Upload) -> None:
-        rivals = set()
-        for file_path, call_id in self.db.rivals(upload.directory):
-            with contextlib.suppress(EntryTrouble):
-                directory, name = locate(file_path, call_id, self.config.recordings_dir)
-                if directory == upload.directory:
-                    rivals.add(name)
-        result = self.recordings.remove(root, upload, rivals, self.config.delete_after)
+        if self._wanted(upload.directory):
+            result = Removal(wait=60.0)
+        else:
+            result = self.recordings.remove(root, upload, self.config.delete_after)
         if result.done:
             self.db.run(FORGET_UPLOAD, seq=upload.seq)
             self.tally.removed += 1
@@ -3507,6 +3542,14 @@ class Agent:
             )
         else:
             self._delete_again(result.wait)
+
+    def _wanted(self, directory: str) -> bool:
+        """Whether a pending recording still needs this directory: a Call-ID can come twice."""
+        for file_path, call_id in self.db.rivals(directory):
+            with contextlib.suppress(EntryTrouble):
+                if locate(file_path, call_id, self.config.recordings_dir)[0] == directory:
+                    return True
+        return False
 
     def _delete_again(self, seconds: float) -> None:
         self.delete_due = min(self.delete_due, time.monotonic() + seconds)
@@ -3608,9 +3651,9 @@ class Agent:
         """The wait at the end of a cycle: until something is due, or comes."""
         now = time.monotonic()
         waits = [self.interval, self.delete_due - now]
-        waits += [d.outage.due - now for d in (self.entries, self.files) if d.outage]
-        if self.quiet_until > now:
-            waits = [max(wait, self.quiet_until - now) for wait in waits]
+        quiet = self.quiet_until
+        waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
+        waits += [quiet - now] if quiet > now else []
         if self.waiting:
             due = self.db.run(NEXT_DUE, since=self.looked_at)
             waits += [due[0][0] + 0.01] if due else []
