@@ -612,7 +612,7 @@ class Endpoint:
 
     name: str
     size: int
-    gentle: bool = False  # after a time-out the batch grows by a tenth, not by doubling
+    gentle: bool = False  # after a time-out or a 413 it grows by a tenth, not by doubling
     outage: Outage | None = None
     lanes: int = OUTAGE_LANES
     aside: list[Aside] = field(default_factory=list)  # in a row, and not yet written down
@@ -1101,8 +1101,8 @@ def confirm_entries(
         if type(seq) is int and seq in seqs and seq not in rejected:
             rejected[seq] = f"{item.get('code') or 'rejected'}: {item.get('message') or ''}"
     if listed is not None and (not isinstance(listed, list) or len(rejected) != len(listed)):
-        strange = replace(answer, status=200, detail="its list of rejected entries makes no sense")
-        return classify(strange, now), {}
+        reason = f"HTTP {answer.status}, but its list of rejected entries makes no sense"
+        return Verdict(Fate.SUSPECT, "BAD_RESPONSE", reason, answer.status), {}
     return _sent(answer, already), rejected
 
 
@@ -1659,7 +1659,8 @@ with shown as (
 )
 insert into serversync.uploads (outbox_id, directory, files, file_url)
 values (%(seq)s, %(directory)s, %(files)s::jsonb, %(url)s)
-on conflict (outbox_id) do nothing
+on conflict (outbox_id) do update set directory = excluded.directory, files = excluded.files,
+    file_url = excluded.file_url, uploaded_at = now(), tries = 0, error = null
 """
 DURABLE: Final = "set local synchronous_commit = on"
 # An entry that failed and waits.
@@ -1867,7 +1868,12 @@ class Database:
         with self._guard(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
             self.used = time.monotonic()
-            return cursor.fetchall() if cursor.description else []
+            rows = cursor.fetchall() if cursor.description else []
+            if cursor.pgresult is not None:
+                # A cursor is part of a cycle: its result, a batch of 500 KB, would live until
+                # the collector comes by.
+                cursor.pgresult.clear()
+            return rows
 
     def run_durably(self, *statements: tuple[str, dict[str, Any]]) -> None:
         """Several statements in one transaction that survives a power cut, whatever the default."""
@@ -2835,7 +2841,10 @@ class Recordings:
         """How long the directory must still be left alone: by its newest mtime where the clock can
         be trusted, else by watching it unchanged."""
         status = os.fstat(folder)
-        looks = [os.stat(n, dir_fd=folder, follow_symlinks=False) for n in sorted(present)]
+        try:
+            looks = [os.stat(n, dir_fd=folder, follow_symlinks=False) for n in sorted(present)]
+        except FileNotFoundError:  # it went while we looked: anything but quiet
+            return max(quiet, 1.0)
         state = (
             status.st_mtime_ns,
             [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in looks],
@@ -3188,7 +3197,7 @@ class Agent:
                 self._blind = True
             elif len(picked) > 1:
                 known = known or self.db.lanes(batch.seqs)
-                if verdict.code == "NETWORK_TIMEOUT":
+                if verdict.code in ("NETWORK_TIMEOUT", "TOO_LARGE"):
                     door.size, door.gentle = max(1, len(picked) // 2), True
                 middle = len(picked) // 2
                 parts += [picked[middle:], picked[:middle]]

@@ -1,4 +1,9 @@
+# shellcheck shell=bash
 # Sourced: installs the Debian packages that are missing.
+
+apt_install() {
+    apt-get install -q -y --no-install-recommends -o Dpkg::Use-Pty=0 "$@" 2>&1 </dev/null
+}
 
 # install_missing PACKAGE…: those of them that are not there; `postgresql` counts as there with any
 # server of it. No server is started: whoever calls this brings up one of its own.
@@ -26,10 +31,13 @@ install_missing() {
         mkdir -p "${no_cluster%/*}"
         echo 'create_main_cluster = false' >"$no_cluster"
         export DEBIAN_FRONTEND=noninteractive
-        # A list that is there may do; a missing or old one is fetched.
-        apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null 2>&1 || {
+        # Package lists that are there may do; missing or old ones are fetched.
+        if ! apt_install "${missing[@]}" >/dev/null; then
             apt-get update -qq
-            apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
-        }
+            said=$(apt_install "${missing[@]}") || {
+                echo "$said" >&2
+                exit 1
+            }
+        fi
     )
 }

@@ -12,13 +12,13 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from agent import PROGRAM, PYTHON, Agent, agent_env
+from agent import PROGRAM, PYTHON, REPOSITORY, Agent, agent_env
 from backend import Backend, Call
 from pg import Cluster, Database
 from waiting import wait_until
@@ -102,6 +102,9 @@ class Remote:
 
     def seqs(self) -> list[int]:
         return [entry["seq"] for entry in self.entries()]
+
+    def has(self, seq: int) -> bool:
+        return seq in self.seqs()
 
     def audio(self, call: Call) -> Path:
         return self.directory / "recordings" / call.call_log_id / call.wav.name
@@ -202,7 +205,7 @@ class Tour:
         self.backend = Backend(self.db, top / "backend")
         self.calls: list[Call] = []
         self.say(f"recordings are written below {self.backend.recordings_dir}")
-        self.check(self.remote.url.startswith("http://"), f"the frontend listens: {self.remote.url}")
+        self.check(self.remote.port, f"the frontend listens: {self.remote.url}")
 
     def start_frontend(self) -> None:
         with self.signals.held():
@@ -311,9 +314,9 @@ class Tour:
         times = []
         for _ in range(3):
             call, committed = self.end_call(seconds=1)
-            self.wait_quietly(lambda call=call: call.seq("recording") in self.remote.seqs())
+            self.arrives(partial(self.remote.has, call.seq("recording")))
             times.append(time.monotonic() - committed)
-            self.wait_quietly(lambda call=call: call.recording_id in self.stored_recordings())
+            self.arrives(self.remote.audio(call).exists)
             with_audio = time.monotonic() - committed
             self.say(
                 f"from its COMMIT to the frontend: {times[-1] * 1000:.0f} ms, "
@@ -324,7 +327,8 @@ class Tour:
         self.wait(lambda: not self.pending(), "no entry is pending")
         self.log()
 
-    def wait_quietly(self, condition: Callable[[], object]) -> None:
+    def arrives(self, condition: Callable[[], object]) -> None:
+        """A wait without a line of its own, so that what is measured is not the printing."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: condition() or not self.agent.running, PATIENCE)
         if not condition():

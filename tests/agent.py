@@ -1,5 +1,6 @@
 """The real agent as a process of its own: real environment, real signals, a real notify socket."""
 
+import json
 import os
 import signal
 import socket
@@ -265,6 +266,20 @@ class Agent:
         line = wait_until(found, timeout, f"{text!r} in the log", self._tail)
         assert line is not None
         return line
+
+    def state(self) -> dict[str, Any]:
+        """Its state file; a LookupError while there is none yet."""
+        path = self.runtime_dir / "state.json"
+        if not path.exists():
+            raise LookupError(path)
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def wait_sentence(self, text: str, timeout: float = 20) -> None:
+        """Wait until its state file says what it is doing, for example "idle"."""
+        wait_until(
+            lambda: text in self.state()["sentence"], timeout, f"the state {text!r}", self._tail
+        )
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

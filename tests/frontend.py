@@ -477,6 +477,7 @@ class Frontend:
         }
         self.require_token: str | None = None
         self.read_rate: float | None = None
+        self.keep_bodies = False  # True: the whole body of an upload stays in request.body
         self.idle_timeout = 5.0
         self.body_timeout = 300.0
 
@@ -668,6 +669,9 @@ class Frontend:
 
     def _take_file(self, request: Request, body: Iterable[bytes]) -> Reply:
         upload = _Upload(self.directory / "incoming")
+        if self.keep_bodies:
+            request.body = b"".join(body)
+            body = [request.body]
         try:
             request.file = self._parse_file(request, body, upload)
             reply = self.on_file(request) if self.on_file is not None else None

@@ -33,6 +33,7 @@ class _Pipe:
         self.buffer = b""
         self.ended = False
         self.not_before = 0.0
+        self.silent = False
 
     def pull(self, limit: int) -> None:
         self.buffer = self.source.recv(limit)
@@ -75,6 +76,10 @@ class Proxy:
         """Keep everything open, accept more, forward nothing: what comes waits for resume()."""
         self._order(lambda: setattr(self, "_silent", True))
 
+    def silence_open(self) -> None:
+        """As silent(), but only for the connections that are open now: half-open ones."""
+        self._order(self._silence_open)
+
     def slow(self, bytes_per_sec: float) -> None:
         """Forward, but only so fast in each direction of each connection."""
         self._order(lambda: self._set_pass(bytes_per_sec))
@@ -115,11 +120,15 @@ class Proxy:
         if not done.wait(10):
             raise RuntimeError("the proxy's thread does not answer")
 
+    def _silence_open(self) -> None:
+        for pipe in (pipe for pair in self._pairs for pipe in pair):
+            pipe.silent = True
+
     def _set_pass(self, rate: float | None) -> None:
         self._silent = False
         self._rate = rate
         for pipe in (pipe for pair in self._pairs for pipe in pair):
-            pipe.not_before = 0.0
+            pipe.not_before, pipe.silent = 0.0, False
         if self._listener is None:
             self._listener = socket.create_server((HOST, self.port))
 
@@ -146,7 +155,8 @@ class Proxy:
 
     def _step(self) -> None:
         now = time.monotonic()
-        pipes = [] if self._silent else [pipe for pair in self._pairs for pipe in pair]
+        pipes = [pipe for pair in self._pairs for pipe in pair if not pipe.silent]
+        pipes = [] if self._silent else pipes
         waiting = [pipe.not_before - now for pipe in pipes if pipe.not_before > now]
         due = [pipe for pipe in pipes if pipe.not_before <= now and not pipe.ended]
         readers = [self._wake_read, *(pipe.source for pipe in due if not pipe.buffer)]

@@ -1,0 +1,70 @@
+"""What the agent wrote down of the entries, whole rows of its tables; and hours that pass."""
+
+from typing import Any
+
+import psycopg
+
+from pg import Database
+
+PASS = """
+    UPDATE serversync.failures
+    SET next_attempt_at = now() - interval '1 second',
+        first_failed_at = first_failed_at - %(hours)s * interval '1 hour'
+"""
+HOLD = "UPDATE serversync.failures SET next_attempt_at = now() + interval '100 seconds'"
+
+
+def let_hours_pass(db: Database, hours: float = 0) -> None:
+    """Everything that waits is due, and so many hours older; a running agent is woken."""
+    db.execute(PASS, {"hours": hours})
+    db.execute("NOTIFY serversync")
+
+
+def hold(db: Database) -> None:
+    """What waits is not due for the rest of the test (the first backoff may be next to nothing)."""
+    db.execute(HOLD)
+
+
+def _by_seq(db: Database, table: str) -> dict[int, dict[str, Any]]:
+    try:
+        rows = db.dicts(f"SELECT * FROM serversync.{table} ORDER BY outbox_id")
+    except psycopg.errors.UndefinedTable:  # no agent has made its schema yet
+        return {}
+    return {row["outbox_id"]: row for row in rows}
+
+
+def waiting(db: Database) -> dict[int, dict[str, Any]]:
+    """The entries that wait after a failure, by their seq."""
+    return _by_seq(db, "failures")
+
+
+def dead_letters(db: Database) -> dict[int, dict[str, Any]]:
+    """The entries that were given up, by their seq."""
+    return _by_seq(db, "dead_letters")
+
+
+def failures(db: Database) -> dict[int, tuple[str, int, int]]:
+    """Error code, tries and charged attempts of each entry that waits, by its seq."""
+    return {
+        seq: (row["error_code"], row["tries"], row["attempts"]) for seq, row in waiting(db).items()
+    }
+
+
+def dead(db: Database) -> dict[int, str]:
+    """The error code of each entry that was given up, by its seq."""
+    return {seq: row["error_code"] for seq, row in dead_letters(db).items()}
+
+
+def uploads(db: Database) -> list[int]:
+    """Confirmed uploads whose local files have not been deleted yet."""
+    return list(_by_seq(db, "uploads"))
+
+
+def receipts(db: Database) -> list[dict[str, Any]]:
+    """The receipts of confirmed requests, in order."""
+    return db.dicts("SELECT * FROM serversync.deliveries ORDER BY id")
+
+
+def counter(db: Database, name: str, label: str = "") -> float:
+    query = "SELECT value FROM serversync.counters WHERE name = %s AND label = %s"
+    return float(db.value(query, (name, label)) or 0)
