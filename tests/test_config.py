@@ -1,0 +1,903 @@
+"""The configuration: one table, all errors at once, no secrets, files read as systemd does."""
+
+import ctypes
+import glob
+import os
+import re
+import subprocess
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import serversync
+from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, NotifySocket, run_once
+from backend import Backend
+from frontend import Frontend, Reply, Request
+from pg import Database
+from serversync import NAMES, OPTIONS, Config, ConfigError, load_config, parse_env_file
+from waiting import wait_until
+
+REQUIRED = {
+    "DATABASE_URL": "postgresql:///voicebot",
+    "FRONTEND_BASE_URL": "https://voice.example.com",
+}
+KIB, MIB = 1024, 1024 * 1024
+TOKEN = "Tk-4711.correct~horse+battery/staple="
+PASSWORD = "s3cr3t-hunter2-Pa55"
+
+
+def load(settings: dict[str, str], **environ: str) -> Config:
+    return load_config(REQUIRED | settings, environ)
+
+
+def problems(settings: dict[str, str], **environ: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(settings, **environ)
+    return error.value.problems
+
+
+def run(
+    *args: str,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    prefix: tuple[str, ...] = (),
+    cwd: Path = REPOSITORY,
+) -> subprocess.CompletedProcess[str]:
+    """The program with exactly this environment, and no --env-file but the one in `args`."""
+    base = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+    return subprocess.run(
+        [*prefix, str(REPOSITORY / PYTHON), str(REPOSITORY / PROGRAM), *args],
+        env={**base, **environ},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def env_file(tmp_path: Path) -> Path:
+    """A file that is good, so that /etc/serversync.env plays no part."""
+    path = tmp_path / "serversync.env"
+    path.write_text("".join(f"{key}={value}\n" for key, value in REQUIRED.items()))
+    return path
+
+
+# --- the option table -----------------------------------------------------------------------------
+
+# What DESIGN.md's table says of each key: its default, values that are good and what they mean,
+# and values that are refused.
+ABSOLUTE = ["storage", "./x", "~/x", "C:\\x", "file:///x"]
+EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
+    "DATABASE_URL": (
+        None,
+        [
+            ("postgresql:///voicebot", "postgresql:///voicebot"),
+            ("postgres://u:p@h:5433/d?sslmode=require", "postgres://u:p@h:5433/d?sslmode=require"),
+            ("host=/run/postgresql dbname=voicebot", "host=/run/postgresql dbname=voicebot"),
+        ],
+        ["voicebot", "http://localhost/voicebot", "postgresql:///x?nonsense=1", "mysql://h/d"],
+    ),
+    "FRONTEND_BASE_URL": (
+        None,
+        [
+            ("http://localhost:3000", "http://localhost:3000"),
+            ("https://voice.example.com/", "https://voice.example.com"),
+            ("https://voice.example.com/voice/box///", "https://voice.example.com/voice/box"),
+            ("http://192.0.2.7:8080", "http://192.0.2.7:8080"),
+            ("http://[2001:db8::7]:8080/", "http://[2001:db8::7]:8080"),
+            (" https://voice.example.com ", "https://voice.example.com"),
+            ("HTTPS://Voice.Example.COM", "HTTPS://Voice.Example.COM"),
+        ],
+        [
+            "voice.example.com",
+            "//voice.example.com",
+            "ftp://voice.example.com",
+            "http://",
+            "http:///api",
+            "http://:80",
+            "https://h:99999",
+            "https://h:port",
+            "https://h/?a=b",
+            "https://h/#top",
+            "https://h/a b",
+            "https://ex ample.com",
+            "https://h\n.example.com",
+            "https://h\\x",
+            "https://u:p@h",
+            "https://u@h",
+            "https://[::1",
+            "7",
+        ],
+    ),
+    "SYNC_POLL_INTERVAL_SEC": (
+        300,
+        [("1", 1), ("0.5", 0.5), ("86400", 86400)],
+        ["0", "-1", "86401"],
+    ),
+    "SYNC_BATCH_SIZE": (100, [("1", 1), ("1000", 1000)], ["0", "-1", "1.5", "ten", "1e2", "0x10"]),
+    "SYNC_BATCH_BYTES": (
+        512 * KIB,
+        [("1024", KIB), ("64 KiB", 64 * KIB), ("64KiB", 64 * KIB), ("1 MiB", MIB)],
+        ["0", "1023", "64 KB", "64K", "-1", "1.5 MiB", "5 MiB", "1 GiB", "KiB"],
+    ),
+    "SYNC_ENTRY_MAX_BYTES": (
+        8 * MIB,
+        [("512 KiB", 512 * KIB), ("8388608", 8 * MIB), ("16MiB", 16 * MIB)],
+        ["0", "-1", "8 MB", "all", "8388608.0"],
+    ),
+    "SYNC_TIMEOUT_SEC": (30, [("1", 1), ("0.5", 0.5), ("60", 60)], ["0", "-1", "301", "30s", ""]),
+    "SYNC_RETRY_MAX": (8, [("1", 1), ("1000", 1000)], ["0", "-1", "8.0", "1001"]),
+    "SYNC_RETRY_HOURS": (24, [("0", 0), ("0.5", 0.5), ("48", 48)], ["-1", "1 day", "8761"]),
+    "SYNC_RECORDINGS_DIR": (
+        "/opt/virtual-voicebot/storage/recordings",
+        [("/srv/a b/é", "/srv/a b/é"), ("/", "/")],
+        ABSOLUTE,
+    ),
+    "SYNC_FILE_GRACE_SEC": (300, [("0", 0), ("1.5", 1.5)], ["-1", "86401", "five"]),
+    "SYNC_DELETE_AFTER_SEC": (60, [("0", 0), ("86400", 86400)], ["-1", "86401", "now"]),
+    "SYNC_EXTRA_FILES": (
+        "keep",
+        [("keep", "keep"), ("delete", "delete")],
+        ["Keep", "remove", "yes", "keep,delete"],
+    ),
+    "SYNC_UPLOAD_KBPS": (0, [("0", 0), ("512", 512), ("0.5", 0.5)], ["-1", "512k", "1e99"]),
+    "SYNC_VERIFY_PATH": (
+        "",
+        [
+            ("/api/recordings/{callLogId}", "/api/recordings/{callLogId}"),
+            ("/r/{recordingId}/audio.wav", "/r/{recordingId}/audio.wav"),
+        ],
+        [
+            "api/recordings",
+            "http://h/api",
+            "/api/{other}",
+            "/api/{}",
+            "/a b",
+            "/a?b=c",
+            "/a\nb",
+            "/é",
+        ],
+    ),
+    "SYNC_RETENTION_DAYS": (30, [("0", 0), ("0.5", 0.5), ("365", 365)], ["-1", "36501", "30d"]),
+    "SYNC_TOKEN_FILE": ("", [], ABSOLUTE),
+    "SYNC_TOKEN": ("", [(TOKEN, TOKEN), (f" {TOKEN} ", TOKEN)], ["a b", "a\tb", "a\nb", "tökèn"]),
+    "SYNC_CA_FILE": ("", [], ABSOLUTE),
+    "SYNC_CLIENT_CERT": ("", [], ABSOLUTE),
+    "SYNC_CLIENT_KEY": ("", [], ABSOLUTE),
+    "SYNC_DEVICE_ID": (
+        "",
+        [("pi-7.office_2:a", "pi-7.office_2:a"), ("x" * 64, "x" * 64)],
+        ["x" * 65, "a b", "a/b", "é", "a\r\nX: y"],
+    ),
+    "SYNC_LOG_LEVEL": (
+        "info",
+        [(level, level) for level in ("debug", "info", "warning", "error")],
+        ["INFO", "verbose", "10", "critical"],
+    ),
+    "FRONTEND_SYNC_INTERVAL_SEC": (60, [("0", 0), ("3600", 3600)], ["-1", "off", "86401"]),
+    "SYNC_ANNOUNCEMENTS_DIR": (
+        "/opt/virtual-voicebot/data/announcements",
+        [("/srv/a", "/srv/a")],
+        ABSOLUTE,
+    ),
+}
+FIELDS = {option.metadata["name"]: option.name for option in OPTIONS}
+# None of these is a number in any notation that the table knows; white space means "not set".
+NO_NUMBERS = ["nan", "inf", "-inf", "1_0", "１２", "0x1f", "1e3", "1,5", "+5", "--", "none"]
+GOOD = [(key, text, value) for key, row in EXPECTED.items() for text, value in row[1]]
+BAD = [(key, text) for key, row in EXPECTED.items() for text in row[2] if text]
+NUMBERS = [key for key, row in EXPECTED.items() if isinstance(row[0], int)]
+
+
+def short(value: object) -> str:
+    return ascii(value)[:40]
+
+
+def test_the_option_table_has_the_keys_of_the_design() -> None:
+    assert set(NAMES) == set(EXPECTED)
+    assert len(NAMES) == len(EXPECTED)
+
+
+def test_the_defaults_are_those_of_the_design() -> None:
+    config = load({})
+    defaults = {key: row[0] for key, row in EXPECTED.items() if row[0] is not None}
+    shown = {key: getattr(config, FIELDS[key]) for key in defaults}
+    assert shown | {"SYNC_DEVICE_ID": ""} == defaults
+    assert {FIELDS[key]: getattr(config, FIELDS[key]) for key in REQUIRED} == {
+        FIELDS[key]: value for key, value in REQUIRED.items()
+    }
+
+
+@pytest.mark.parametrize(("key", "text", "value"), GOOD, ids=short)
+def test_a_good_value_is_taken(key: str, text: str, value: object) -> None:
+    assert getattr(load({key: text}), FIELDS[key]) == value
+
+
+@pytest.mark.parametrize(("key", "text"), BAD, ids=short)
+def test_a_bad_value_is_refused_by_name_with_what_is_allowed(key: str, text: str) -> None:
+    (problem,) = problems({key: text})
+    if key == "SYNC_TOKEN":
+        assert "token must be" in problem
+    else:
+        assert problem.startswith(f"{key} must ")
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_what_is_no_plain_number_is_refused(key: str, text: str) -> None:
+    (problem,) = problems({key: text})
+    assert problem.startswith(f"{key} must be a ")
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_the_bounds_that_a_refusal_names_are_the_bounds(key: str) -> None:
+    (problem,) = problems({key: "x"})
+    named = re.search(r" from ([0-9.]+)( KiB)? to ([0-9.]+)( MiB)?", problem)
+    assert named, problem
+    unit_low, unit_high = KIB if named[2] else 1, MIB if named[4] else 1
+    low, high = float(named[1]) * unit_low, float(named[3]) * unit_high
+    others = {"SYNC_ENTRY_MAX_BYTES": "4 MiB"} if key == "SYNC_BATCH_BYTES" else {}
+    others |= {"SYNC_BATCH_BYTES": "1 KiB"} if key == "SYNC_ENTRY_MAX_BYTES" else {}
+    for bound in (low, high):
+        config = load({**others, key: f"{bound:.12g}"})
+        assert getattr(config, FIELDS[key]) == bound
+    assert problems({**others, key: f"{high + 1:.12g}"})[0].startswith(f"{key} must ")
+    if low >= 1:
+        assert problems({**others, key: f"{low - 1:.12g}"})[0].startswith(f"{key} must ")
+    elif low > 0:
+        assert problems({**others, key: f"{low / 2:.12g}"})[0].startswith(f"{key} must ")
+
+
+@pytest.mark.parametrize("key", sorted(REQUIRED))
+def test_a_required_key_that_is_missing_is_named_with_what_it_is(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({k: v for k, v in REQUIRED.items() if k != key}, {})
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{key} is required: ")
+    assert "URL" in problem
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("SYNC_BATCHSIZE", "SYNC_BATCH_SIZE"),
+        ("SYNC_POLL_INTERVAL", "SYNC_POLL_INTERVAL_SEC"),
+        ("SYNC_TOKENFILE", "SYNC_TOKEN_FILE"),
+        ("SYNC_RECORDING_DIR", "SYNC_RECORDINGS_DIR"),
+        ("SYNC_LOGLEVEL", "SYNC_LOG_LEVEL"),
+        ("SYNC_UPLOAD_KBIT", "SYNC_UPLOAD_KBPS"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_a_suggestion(unknown: str, meant: str) -> None:
+    assert problems({unknown: PASSWORD}) == [f"{unknown} is unknown: did you mean {meant}?"]
+
+
+def test_an_unknown_key_like_no_other_points_to_the_help() -> None:
+    (problem,) = problems({"SYNC_XYZZY_QUUX_PLUGH": "1"})
+    assert "SYNC_XYZZY_QUUX_PLUGH is unknown" in problem
+    assert "--help" in problem
+
+
+def test_a_foreign_variable_is_none_of_our_business() -> None:
+    assert load({"PGPASSWORD": "x", "LANG": "C", "VOICEBOT_SYNC_X": "1"})
+
+
+def test_the_larger_entry_limit_must_not_be_below_the_batch_limit() -> None:
+    (problem,) = problems({"SYNC_ENTRY_MAX_BYTES": "1 KiB"})
+    assert "SYNC_ENTRY_MAX_BYTES" in problem
+    assert "SYNC_BATCH_BYTES" in problem
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "timeout", "good"),
+    [
+        ("", "300", True),
+        ("0", "300", True),
+        ("120000000", "30", True),
+        ("120000000", "59.5", True),
+        ("120000000", "60", False),
+        ("60000000", "30", False),
+        ("30000000", "1", False),  # the database's own deadline does not fit
+    ],
+)
+def test_the_timeout_must_be_shorter_than_half_the_watchdog(
+    watchdog: str, timeout: str, good: bool
+) -> None:
+    if good:
+        assert load({"SYNC_TIMEOUT_SEC": timeout}, WATCHDOG_USEC=watchdog)
+    else:
+        (problem,) = problems({"SYNC_TIMEOUT_SEC": timeout}, WATCHDOG_USEC=watchdog)
+        assert "SYNC_TIMEOUT_SEC" in problem
+        assert "WatchdogSec" in problem
+
+
+def test_the_device_id_is_derived_and_stable_and_not_the_machine_id() -> None:
+    device = load({}).device_id
+    assert re.fullmatch(r"[0-9a-f]{16}", device)
+    assert device == load({}).device_id
+    machine_id = Path("/etc/machine-id")
+    if machine_id.exists() and machine_id.read_text().strip():
+        assert device not in machine_id.read_text()
+
+
+# --- all problems at once, from the program itself ------------------------------------------------
+
+
+def test_every_key_that_is_wrong_is_told_at_once_each_on_a_line_and_the_code_is_78() -> None:
+    wrong = {key: bad[0] for key, (_, _, bad) in EXPECTED.items() if key != "SYNC_TOKEN"}
+    wrong |= {"SYNC_BATCHSIZE": "5", "SYNC_NONSENSE_AT_ALL": "5"}
+    done = run("once", environ=wrong)
+    assert (done.returncode, done.stdout) == (78, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wrong)
+    for key in wrong:
+        (line,) = (line for line in lines if line.startswith(f"serversync: {key} "))
+        assert re.search(r"must |is unknown: ", line)
+
+
+def test_an_empty_environment_names_all_that_is_required(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    done = run("run", "--env-file", str(tmp_path / "empty"))
+    assert done.returncode == 78
+    assert [line.split()[1] for line in done.stderr.splitlines()] == sorted(REQUIRED)
+
+
+def test_a_service_that_is_not_configured_says_so_in_its_status(
+    notify: NotifySocket, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").touch()
+    environ = {"NOTIFY_SOCKET": str(notify.path)}
+    done = run("run", "--env-file", str(tmp_path / "empty"), environ=environ)
+    assert done.returncode == 78
+    notify.wait_for("STATUS=not configured: DATABASE_URL is required")
+    assert "(and 1 more)" in notify.status
+    assert not any("READY=1" in message for _, message in notify.messages)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [("--help",), ("-h",)])
+def test_the_help_lists_every_key_with_its_default_and_every_exit_code(args: tuple[str]) -> None:
+    done = run(*args, environ={"SYNC_TOKEN": TOKEN})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert TOKEN not in done.stdout
+    for option in OPTIONS:
+        (line,) = re.findall(rf"(?m)^ +{option.metadata['name']} .*$", done.stdout)
+        default = option.metadata["default"]
+        assert (default if default else "not set" if default == "" else "required") in line
+    for code in (0, 1, 2, 69, 75, 78):
+        assert re.search(rf"\b{code}\b", done.stdout)
+    for command in ("run", "once"):
+        assert re.search(rf"(?m)^ +{command} ", done.stdout)
+
+
+def test_the_version_is_the_modules(tmp_path: Path) -> None:
+    done = run("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"serversync {serversync.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("ones",), ("once", "twice"), ("--nonsense", "once"), ("once", "--env-file")],
+    ids=" ".join,
+)
+def test_a_usage_error_is_told_and_exits_with_2(args: tuple[str, ...]) -> None:
+    done = run(*args, environ=REQUIRED)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: serversync" in done.stderr
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_env_file_may_be_named_before_or_after_the_command(
+    env_file: Path, before: bool
+) -> None:
+    env_file.write_text("SYNC_BATCH_SIZE=zero\n")
+    option = ("--env-file", str(env_file))
+    done = run(*option, "once") if before else run("once", *option)
+    assert done.returncode == 78
+    assert "SYNC_BATCH_SIZE must be" in done.stderr
+
+
+# --- the env file ---------------------------------------------------------------------------------
+
+# As systemd.exec(5) describes EnvironmentFile=.
+ENV_FILES: list[tuple[str, dict[str, str]]] = [
+    ("", {}),
+    ("\n\n \t\n", {}),
+    ("A=1", {"A": "1"}),
+    ("A=1\nB=2\n", {"A": "1", "B": "2"}),
+    ("A=1\nA=2\n", {"A": "2"}),
+    ("A=\n", {"A": ""}),
+    ("  A = 1  \n", {"A": "1"}),
+    ("A=1\r\nB=2\r\n", {"A": "1", "B": "2"}),
+    ("# A=1\n; B=2\n  # C=3\nD=4\n", {"D": "4"}),
+    ("A=1 # no comment\n", {"A": "1 # no comment"}),
+    ("A=#1\n", {"A": "#1"}),
+    ("A=b=c==\n", {"A": "b=c=="}),
+    ("A=a  b\n", {"A": "a  b"}),
+    ('A=it\'s "here"\n', {"A": 'it\'s "here"'}),
+    ("A='one two'\n", {"A": "one two"}),
+    ("A='  one  '  \n", {"A": "  one  "}),
+    ('A="one two"\n', {"A": "one two"}),
+    ("A='a\\nb\\\\'\n", {"A": "a\\nb\\\\"}),
+    ('A="a\\nb"\n', {"A": "a\\nb"}),
+    ('A="\\"\\\\\\`\\$"\n', {"A": '"\\`$'}),
+    ("A=\\a\\\\\\ b\n", {"A": "a\\ b"}),
+    ("A=one\\\ntwo\n", {"A": "onetwo"}),
+    ("A=one \\\n  two\n", {"A": "one   two"}),
+    ('A="one\\\ntwo"\n', {"A": "onetwo"}),
+    ("A='one\\\ntwo'\n", {"A": "one\\\ntwo"}),
+    ("A='one\ntwo'\nB=3\n", {"A": "one\ntwo", "B": "3"}),
+    ('A="one\ntwo"\nB=3\n', {"A": "one\ntwo", "B": "3"}),
+    ("A='#x'\n#B=2\nC=3", {"A": "#x", "C": "3"}),
+    ("A='a' \"b\" c\n", {"A": "abc"}),
+    ("A=x\\\\\nB=2\n", {"A": "x\\", "B": "2"}),
+    ("A=x\\ \n", {"A": "x "}),
+    ("A=$HOME${B}%h\n", {"A": "$HOME${B}%h"}),
+    ("A=日本語\n", {"A": "日本語"}),
+    ("# the last one\\\nA=1\n", {"A": "1"}),
+]
+
+
+@pytest.mark.parametrize(("text", "found"), ENV_FILES, ids=short)
+def test_the_env_file_is_read_as_systemd_documents_it(text: str, found: dict[str, str]) -> None:
+    assert parse_env_file(text) == found
+
+
+def systemd_library() -> Any:
+    """systemd's own shared library: load_env_file is what reads an EnvironmentFile=."""
+    found = glob.glob("/usr/lib/*/systemd/libsystemd-shared-*.so")
+    if not found:
+        pytest.skip("no libsystemd-shared")
+    library = ctypes.CDLL(found[0])
+    if not hasattr(library, "load_env_file"):
+        pytest.skip("libsystemd-shared without load_env_file")
+    library.load_env_file.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return library
+
+
+def read_by_systemd(library: Any, text: str) -> dict[str, str]:
+    lines = ctypes.POINTER(ctypes.c_char_p)()
+    with open(os.memfd_create("env"), "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"
+        code = library.load_env_file(None, path.encode(), ctypes.byref(lines))
+    assert code >= 0, os.strerror(-code)
+    found = {}
+    for i in range(1000):
+        if not lines or lines[i] is None:
+            break
+        key, _, value = (lines[i] or b"").decode().partition("=")
+        found[key] = value
+    return found
+
+
+BLANKS = st.sampled_from(["", "", " ", "\t", "  "])
+SINGLE = st.text(st.sampled_from('ab \t"\\$`#;=\n'), max_size=6).map(lambda text: f"'{text}'")
+DOUBLE = st.lists(
+    st.sampled_from(
+        ["a", " ", "'", "#", "\n", "=", "\\n", "\\\\", '\\"', "\\$", "$", "\\`", "\\\n", "\\ "]
+    ),
+    max_size=6,
+).map(lambda pieces: '"' + "".join(pieces) + '"')
+BARE = st.lists(
+    st.sampled_from(["a", "b", " ", "\t", "'", '"', "#", ";", "=", "$", "\\\\", "\\ ", "\\\n"]),
+    max_size=8,
+).map("".join)
+LINES = st.tuples(
+    BLANKS,
+    st.sampled_from(["A", "B_2", "SYNC_TOKEN"]),
+    BLANKS.map(lambda blank: f"{blank}="),
+    st.lists(st.tuples(BLANKS, SINGLE | DOUBLE).map("".join), max_size=2).map("".join),
+    # What follows must not open a quote that nobody closes.
+    BARE.filter(lambda text: text.lstrip(" \t")[:1] not in ("'", '"')),
+    st.sampled_from(["\n", "\n", "\r\n", "\n\n", "\n# a comment\n", "\n  ; 'another\n"]),
+).map("".join)
+
+
+@settings(max_examples=300)
+@given(st.lists(LINES, max_size=4).map("".join))
+def test_the_env_file_is_read_as_systemd_itself_reads_it(text: str) -> None:
+    assert parse_env_file(text) == read_by_systemd(systemd_library(), text)
+
+
+def test_the_table_of_env_files_is_right_about_systemd() -> None:
+    library = systemd_library()
+    for text, found in ENV_FILES:
+        if not text.startswith("# the last one"):  # continued before version 254, not since
+            assert read_by_systemd(library, text) == found, text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("DATABASE_URL\n", 1),
+        ("A=1\n\nexport B=2\n", 3),
+        ("A=1\n# x\n- B=2\n", 3),
+        ("A='x\ny'\nnonsense\n", 3),
+        ("1A=2\n", 1),
+        ("=2\n", 1),
+        ("A='never closed\nB=2\n", 1),
+        ('A=1\nB="never closed\n', 2),
+    ],
+    ids=short,
+)
+def test_a_line_that_makes_no_sense_is_told_by_its_number(text: str, line: int) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_env_file(text)
+    assert f"line {line}" in error.value.problems[0]
+
+
+def test_all_bad_lines_are_told_with_the_files_name(env_file: Path) -> None:
+    env_file.write_text("nonsense one\nA=1\nnonsense two\n")
+    done = run("once", "--env-file", str(env_file))
+    assert done.returncode == 78
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(str(env_file) in line for line in lines)
+    assert "line 1 " in lines[0]
+    assert "line 3 " in lines[1]
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_an_env_file_or_a_configuration_error(text: str) -> None:
+    try:
+        found = parse_env_file(text)
+    except ConfigError as error:
+        assert error.problems
+        return
+    for key, value in found.items():
+        assert re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
+        assert "\0" not in value
+
+
+def test_a_variable_in_the_environment_wins_over_the_file(env_file: Path) -> None:
+    env_file.write_text("SYNC_BATCH_SIZE=file\nSYNC_RETRY_MAX=file\n")
+    done = run("once", "--env-file", str(env_file), environ={"SYNC_BATCH_SIZE": "environment"})
+    assert "SYNC_BATCH_SIZE must be a whole number from 1 to 10000 (it is 'environment')" in (
+        done.stderr
+    )
+    assert "(it is 'file')" in done.stderr
+    settings = serversync.read_env_file(
+        str(env_file), {"SYNC_BATCH_SIZE": "7", "SYNC_LOG_LEVEL": "", "PATH": "/bin"}
+    )
+    assert settings == {"SYNC_BATCH_SIZE": "7", "SYNC_RETRY_MAX": "file"}
+
+
+def test_an_env_file_that_is_named_but_missing_is_an_error() -> None:
+    done = run("once", "--env-file", "/nonexistent/serversync.env", environ=REQUIRED)
+    assert done.returncode == 78
+    assert done.stderr == (
+        "serversync: cannot read /nonexistent/serversync.env: No such file or directory\n"
+    )
+
+
+def test_an_env_file_that_may_not_be_read_is_an_error_with_a_hint(env_file: Path) -> None:
+    env_file.chmod(0)
+    # Without the capabilities with which root reads everything.
+    weaker = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
+    done = run("once", "--env-file", str(env_file), prefix=weaker if os.geteuid() == 0 else ())
+    assert done.returncode == 78
+    assert f"cannot read {env_file}: Permission denied" in done.stderr
+    assert "sudo" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"SYNC_DEVICE_ID=\xff\xfe\n", b"SYNC_TOKEN_FILE=/a\0b\n"])
+def test_an_env_file_that_is_no_text_is_an_error(env_file: Path, content: bytes) -> None:
+    env_file.write_bytes(content)
+    done = run("once", "--env-file", str(env_file), environ=REQUIRED)
+    assert done.returncode == 78
+    assert str(env_file) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_directory_as_env_file_is_an_error(tmp_path: Path) -> None:
+    done = run("once", "--env-file", str(tmp_path), environ=REQUIRED)
+    assert done.returncode == 78
+    assert "Is a directory" in done.stderr
+
+
+@pytest.mark.skipif(os.path.exists(serversync.ENV_FILE), reason="this machine has the default file")
+def test_without_the_default_file_the_environment_is_enough() -> None:
+    # Nothing listens on port 1: far enough to know that the configuration was good.
+    done = run("once", environ=REQUIRED | {"DATABASE_URL": "postgresql://x@127.0.0.1:1/x"})
+    assert done.returncode == 69
+    assert "database" in done.stderr
+
+
+def test_the_file_alone_is_enough(env_file: Path) -> None:
+    env_file.write_text(
+        'DATABASE_URL="postgresql://x@127.0.0.1:1/x"\nFRONTEND_BASE_URL=http://127.0.0.1:1\n'
+    )
+    assert run("once", "--env-file", str(env_file)).returncode == 69
+
+
+# --- the token ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def credentials(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    def write(text: str) -> dict[str, str]:
+        (tmp_path / "token").write_text(text)
+        return {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+
+    return write
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token-file"
+    path.write_text("from-file\n")
+    return path
+
+
+def test_the_credential_wins_then_the_file_then_the_variable(
+    credentials: Callable[[str], dict[str, str]], token_file: Path
+) -> None:
+    variable = {"SYNC_TOKEN": "from-variable"}
+    both = variable | {"SYNC_TOKEN_FILE": str(token_file)}
+    assert load({}).token == ""
+    assert load(variable).token == "from-variable"
+    assert load(both).token == "from-file"
+    assert load(both, **credentials("from-credential\n")).token == "from-credential"
+    assert load({}, **credentials("from-credential")).token == "from-credential"
+
+
+@pytest.mark.parametrize("empty", ["", "\n", " \n\n"])
+def test_an_empty_credential_falls_through(
+    credentials: Callable[[str], dict[str, str]], token_file: Path, empty: str
+) -> None:
+    environ = credentials(empty)
+    assert load({"SYNC_TOKEN_FILE": str(token_file)}, **environ).token == "from-file"
+    assert load({"SYNC_TOKEN": "from-variable"}, **environ).token == "from-variable"
+    assert load({}, **environ).token == ""
+
+
+def test_a_credentials_directory_without_a_token_is_fine(tmp_path: Path) -> None:
+    config = load({"SYNC_TOKEN": "from-variable"}, CREDENTIALS_DIRECTORY=str(tmp_path))
+    assert config.token == "from-variable"
+
+
+@pytest.mark.parametrize(
+    "bad", [b"one\ntwo", b"one two", b"a\x00b", b"a\r\nX-Evil: 1", b"\x1b[1m", "tökèn".encode()]
+)
+def test_a_token_that_is_not_one_visible_line_is_refused_and_not_shown(
+    token_file: Path, bad: bytes
+) -> None:
+    token_file.write_bytes(bad)
+    (problem,) = problems({"SYNC_TOKEN_FILE": str(token_file)})
+    assert "token" in problem.lower()
+    assert bad.decode() not in problem
+
+
+def test_a_token_file_that_is_missing_is_told_by_its_path() -> None:
+    (problem,) = problems({"SYNC_TOKEN_FILE": "/nonexistent/there"})
+    assert "SYNC_TOKEN_FILE" in problem
+    assert "/nonexistent/there: No such file" in problem
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two certificates with their keys, and one key with a pass phrase."""
+    where = tmp_path_factory.mktemp("tls")
+    for name in ("one", "two"):
+        subprocess.run(
+            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+            f" -subj /CN={name} -keyout {name}.key -out {name}.pem".split(),
+            cwd=where,
+            check=True,
+            capture_output=True,
+        )
+    subprocess.run(
+        f"openssl ec -in one.key -aes128 -passout pass:{PASSWORD} -out locked.key".split(),
+        cwd=where,
+        check=True,
+        capture_output=True,
+    )
+    (where / "nonsense.pem").write_text("this is no PEM file\n")
+    pieces = [(where / name).read_text() for name in ("one.pem", "one.key")]
+    (where / "both.pem").write_text("".join(pieces))
+    return where
+
+
+@pytest.mark.parametrize(
+    ("ca", "cert", "key", "good"),
+    [
+        ("one.pem", "", "", True),
+        ("", "one.pem", "one.key", True),
+        ("two.pem", "both.pem", "", True),
+        ("missing.pem", "", "", False),
+        ("nonsense.pem", "", "", False),
+        ("one.key", "", "", False),
+        ("", "missing.pem", "one.key", False),
+        ("", "nonsense.pem", "one.key", False),
+        ("", "one.pem", "two.key", False),
+        ("", "one.pem", "missing.key", False),
+        ("", "one.pem", "", False),
+    ],
+)
+def test_tls_files_that_cannot_be_used_are_told(
+    tls: Path, ca: str, cert: str, key: str, good: bool
+) -> None:
+    files = {"SYNC_CA_FILE": ca, "SYNC_CLIENT_CERT": cert, "SYNC_CLIENT_KEY": key}
+    settings = {name: str(tls / file) for name, file in files.items() if file}
+    if good:
+        assert load(settings)
+    else:
+        assert any("cannot be used" in problem for problem in problems(settings))
+
+
+def test_a_client_key_without_its_certificate_is_told(tls: Path) -> None:
+    told = problems({"SYNC_CLIENT_KEY": str(tls / "one.key")})
+    assert told == ["SYNC_CLIENT_KEY is set without SYNC_CLIENT_CERT"]
+
+
+def test_a_key_with_a_pass_phrase_is_told_and_nobody_is_asked_for_it(
+    tls: Path, env_file: Path
+) -> None:
+    done = run(
+        "once",
+        "--env-file",
+        str(env_file),
+        environ={
+            "SYNC_CLIENT_CERT": str(tls / "one.pem"),
+            "SYNC_CLIENT_KEY": str(tls / "locked.key"),
+        },
+    )
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "SYNC_CLIENT_KEY" in done.stderr
+    assert "Enter PEM pass phrase" not in done.stderr
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+
+WRONG_SECRETS = [
+    {"SYNC_TOKEN": f"{TOKEN} {TOKEN}"},
+    {"SYNC_TOKEN_FILE": TOKEN},
+    {"SYNC_TOKENFILE": TOKEN},
+    {"SYNC_BATCH_SIZE": f"Bearer {TOKEN}"},
+    {"DATABASE_URL": f"postgresql://u:{PASSWORD}@h/d?nonsense=1"},
+    {"DATABASE_URL": f"host=h password='{PASSWORD} {PASSWORD}' nonsense=1"},
+    {"FRONTEND_BASE_URL": f"https://u:{PASSWORD}@h"},
+    {"FRONTEND_BASE_URL": f"https://u:{PASSWORD}/{PASSWORD}@h"},
+    {"FRONTEND_BASE_URL": f"https://{TOKEN}@h"},
+    {"FRONTEND_BASE_URL": f"https://h/?token={TOKEN}"},
+    {"SYNC_CA_FILE": f"-----BEGIN PRIVATE KEY-----\n{TOKEN}\n-----END PRIVATE KEY-----"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SECRETS, ids=lambda wrong: next(iter(wrong)))
+def test_no_secret_is_in_the_list_of_wrong_values(
+    wrong: dict[str, str], notify: NotifySocket, tmp_path: Path
+) -> None:
+    (tmp_path / "env").write_text(
+        "".join(f'{key}="{value}"\n' for key, value in (REQUIRED | wrong).items())
+    )
+    done = run(
+        "once",
+        "--env-file",
+        str(tmp_path / "env"),
+        environ={"NOTIFY_SOCKET": str(notify.path)},
+    )
+    assert done.returncode == 78
+    assert next(iter(wrong)).removeprefix("SYNC_").lower() in done.stderr.lower()
+    notify.wait_for("STATUS=not configured")
+    for shown in (done.stderr, done.stdout, notify.status):
+        assert PASSWORD not in shown
+        assert TOKEN.rstrip("=") not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"SYNC_TOKEN {TOKEN}\n",
+        f"SYNC_TOKEN: {TOKEN}\n",
+        f"{TOKEN}\n",
+        f"SYNC_TOKEN='{TOKEN}\n",
+        f'SYNC_TOKEN="{TOKEN}\nDATABASE_URL=x\n',
+        f"export SYNC_TOKEN={TOKEN}\n",
+        f"SYNC_TOKEN=\n{TOKEN}\n",
+        f"postgresql://u:{PASSWORD}@h/d\n",
+    ],
+    ids=short,
+)
+def test_no_secret_is_in_the_list_of_wrong_lines(env_file: Path, text: str) -> None:
+    env_file.write_text(text)
+    done = run("once", "--env-file", str(env_file), environ={"SYNC_LOG_LEVEL": "debug"})
+    assert done.returncode == 78
+    assert "line " in done.stderr
+    assert TOKEN.rstrip("=") not in done.stderr + done.stdout
+    assert PASSWORD not in done.stderr + done.stdout
+
+
+def mirror(request: Request) -> Reply:
+    """A frontend that shows what it got: in the worst case, the token comes back in the body."""
+    text = f"token {TOKEN} header {request.headers['Authorization']} and {PASSWORD}"
+    return Reply(400, body={"error": text, "headers": dict(request.headers.items())})
+
+
+def everything_stored(db: Database) -> str:
+    tables = db.rows(
+        "select format('%I.%I', schemaname, tablename) from pg_tables"
+        " where schemaname = 'serversync'"
+    )
+    return "\n".join(
+        str(row) for (table,) in tables for row in db.rows(f"select t::text from {table} as t")
+    )
+
+
+def test_neither_token_nor_password_is_in_any_output_column_or_status(
+    agent: AgentFactory,
+    db: Database,
+    frontend: Frontend,
+    backend: Backend,
+    notify: NotifySocket,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    url = db.url.replace("@", f":{PASSWORD}@", 1)
+    answers = iter([Reply(500, body=f"Bearer {TOKEN}"), Reply(302, body=TOKEN)])
+    frontend.on_entries = lambda request: next(answers, None) or mirror(request)
+    frontend.on_file = mirror
+    backend.enqueue("schedule", {"n": 1})
+    backend.end_call(events=0)
+    running: Agent = agent(
+        notify=notify,
+        DATABASE_URL=url,
+        SYNC_TOKEN_FILE=tmp_path / "token",
+        SYNC_LOG_LEVEL="debug",
+    )
+    wait_until(
+        lambda: len(running.lines("given up")) >= 2, what="two dead letters", state=running.log
+    )
+    # The same while the database refuses the connection, and after a reload.
+    running.update_env(agent.env(DATABASE_URL=url + "_missing", SYNC_TOKEN=TOKEN))
+    running.hup()
+    running.wait_log("_missing")
+    running.stop()
+    assert frontend.requests[0].headers["Authorization"] == f"Bearer {TOKEN}"
+    shown = {
+        "the log": running.log(),
+        "the status": "\n".join(text for _, text in notify.messages),
+        "the schema": everything_stored(db),
+        "the state file": "".join(
+            path.read_text() for path in running.runtime_dir.iterdir() if path.is_file()
+        ),
+    }
+    assert "400" in shown["the schema"]
+    for where, text in shown.items():
+        assert TOKEN not in text, where
+        assert PASSWORD not in text, where
+
+
+def test_no_secret_is_in_a_help_or_in_a_usage_error() -> None:
+    environ = REQUIRED | {
+        "SYNC_LOG_LEVEL": "debug",
+        "SYNC_TOKEN": TOKEN,
+        "DATABASE_URL": f"postgresql://u:{PASSWORD}@127.0.0.1:1/d",
+    }
+    for args in (("--help",), ("once", "--help"), ("--version",), ("nonsense",), ("once",)):
+        done = run(*args, environ=environ)
+        assert TOKEN not in done.stdout + done.stderr
+        assert PASSWORD not in done.stdout + done.stderr
+
+
+def test_a_standby_environment_of_another_program_does_no_harm(agent: AgentFactory) -> None:
+    """Names that only look like ours, empty values, and a device id that is not set."""
+    env = agent.env(SYNC_DEVICE_ID=None) | {"SYNCTHING_HOME": "/x", "SYNC_LOG_LEVEL": ""}
+    env |= {"FRONTEND_OTHER": str(uuid.uuid4())}
+    assert run_once(env).returncode == 0
