@@ -1,0 +1,588 @@
+"""JSON entries: the wire byte for byte, batches, dead letters, receipts, enqueue()."""
+
+import hashlib
+import json
+import re
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from psycopg.types.json import Jsonb
+
+from agent import AgentFactory
+from backend import Backend
+from frontend import ENTRIES_PATH, Frontend, Reply, Request, script
+from ledger import counter, dead_letters, hold, let_hours_pass, receipts, waiting
+from pg import Database
+from waiting import wait_until
+
+BOOM = Reply(500, {}, {"error": "boom"})
+
+# --- the wire ---------------------------------------------------------------------------------
+
+# jsonb holds everything but NUL and lone surrogates.
+texts = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=40)
+numbers = (
+    st.integers(-(10**40), 10**40)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([0, -1, 2**53 + 1, 2**63, 10**400, 5e-324, 1.7976931348623157e308])
+)
+payloads = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
+    max_leaves=20,
+)
+types = st.text(
+    st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=30
+).filter(lambda name: name not in ("recording", "recording_file"))
+
+
+def nested(depth: int) -> object:
+    value: object = "core"
+    for level in range(depth):
+        value = [value] if level % 2 else {"inner": value}
+    return value
+
+
+SPECIAL: list[object] = [
+    "",
+    "x" * 65536,
+    "\u30c6\u30b9\u30c8\U0001f4de" * 5000,
+    {"text": '"quoted" \\ back\\\\slash \u2028 </script> \x7f \b\f\n\r\t \x01'},
+    {"": {"": [None, [], {}]}, "null": None},
+    nested(200),
+    {"callLogId": None, "call_log_id": {"not": "text"}},
+    {"callLogId": "not a uuid", "uploadStatus": "local_only"},
+    [Decimal("0.1")],
+    {"big": 10**400, "small": 1e-300, "exact": 12345678901234567890.123},
+    None,
+    False,
+    {"emoji \U0001f600": "\ufffd\uffff\u200b\ufeff"},
+    {"key": ["x" * 1000] * 50},
+]
+
+
+def exact(text: str | bytes) -> Any:
+    """Parsed without any loss: numbers as decimals, and every key of an object, also repeated."""
+    return json.loads(text, parse_float=Decimal, parse_int=Decimal, object_pairs_hook=list)
+
+
+def plain(value: object) -> str:
+    return json.dumps(value, default=float)
+
+
+def insert(db: Database, entries: list[tuple[str, object]]) -> list[int]:
+    """All in one transaction, so that they become visible at once."""
+    seqs = []
+    with db.connect(autocommit=False) as connection:
+        for entity_type, payload in entries:
+            row = connection.execute(
+                "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+                " VALUES (%s, gen_random_uuid(), %s) RETURNING id",
+                (entity_type, Jsonb(payload, dumps=plain)),
+            ).fetchone()
+            assert row is not None
+            seqs.append(row[0])
+    return seqs
+
+
+def check_wire(db: Database, request: Request) -> list[int]:
+    """The request holds, to the last digit, what PostgreSQL holds; its seqs."""
+    assert request.body is not None
+    assert request.headers["Content-Length"] == str(len(request.body))
+    ((name, entries),) = exact(request.body)
+    assert name == "entries"
+    query = """
+        SELECT entity_type, entity_id::text, payload::text, created_at, id
+        FROM sync_outbox WHERE id = %s
+    """
+    seqs = []
+    for entry in entries:
+        keys = [key for key, _ in entry]
+        assert keys == ["entityType", "entityId", "payload", "createdAt", "seq"]
+        entity_type, entity_id, payload, created_at, seq = (value for _, value in entry)
+        row = db.rows(query, (int(seq),))[0]
+        assert (entity_type, entity_id, seq) == (row[0], row[1], row[4])
+        assert payload == exact(row[2])
+        assert "T" in created_at
+        assert datetime.fromisoformat(created_at) == row[3]
+        seqs.append(int(seq))
+    return seqs
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(entries=st.lists(st.tuples(types, payloads), min_size=10, max_size=60))
+def test_any_jsonb_payload_arrives_as_postgresql_holds_it(
+    entries: list[tuple[str, object]],
+    db: Database,
+    frontend: Frontend,
+    backend: Backend,
+    agent: AgentFactory,
+) -> None:
+    if not agent.started:
+        agent()
+    frontend.requests.clear()
+    frontend.entries.clear()
+    seqs = insert(db, entries)
+    frontend.wait(lambda: len(frontend.entries) >= len(seqs))
+    assert frontend.seqs() == seqs
+    sent = [seq for request in frontend.of_kind("entries") for seq in check_wire(db, request)]
+    assert sent == seqs
+
+
+def test_strange_and_large_payloads_arrive_as_postgresql_holds_them(
+    db: Database, frontend: Frontend, agent: AgentFactory
+) -> None:
+    seqs = insert(db, [("call_log", payload) for payload in SPECIAL])
+    assert agent.once().returncode == 0
+    (request,) = frontend.requests
+    assert check_wire(db, request) == seqs
+
+
+def test_created_at_is_iso_8601_whatever_the_sessions_settings_are(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    with db.admin() as admin:
+        admin.execute("ALTER ROLE voicebot SET datestyle = 'German'")
+        admin.execute("ALTER ROLE voicebot SET timezone = 'Asia/Tokyo'")
+    try:
+        seq = backend.enqueue()
+        moment = datetime.fromisoformat("2024-02-29T23:59:59.000001+00:00")
+        db.execute("UPDATE sync_outbox SET created_at = %s", (moment,))
+        done = agent.once()
+    finally:
+        with db.admin() as admin:
+            admin.execute("ALTER ROLE voicebot RESET ALL")
+    assert done.returncode == 0, done.stderr
+    created_at = frontend.entries[0]["createdAt"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", created_at), (
+        created_at
+    )
+    assert datetime.fromisoformat(created_at) == moment
+    assert frontend.seqs() == [seq]
+
+
+def test_op_is_sent_where_the_outbox_has_such_a_column(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    db.execute("ALTER TABLE sync_outbox ADD COLUMN op varchar(10) NOT NULL DEFAULT 'upsert'")
+    backend.enqueue()
+    backend.enqueue()
+    backend.enqueue(payload={"text": "x" * 1_000_000})
+    db.execute("UPDATE sync_outbox SET op = 'delete' WHERE id > 1")
+    assert agent.once().returncode == 0
+    assert [entry["op"] for entry in frontend.entries] == ["upsert", "delete", "delete"]
+    assert list(frontend.entries[0]) == [
+        "entityType",
+        "entityId",
+        "payload",
+        "createdAt",
+        "seq",
+        "op",
+    ]
+
+
+def test_a_bare_outbox_is_sent_without_the_other_tables(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    db.execute("DROP TABLE recordings, system_settings")
+    seqs = [backend.enqueue("recording"), backend.enqueue("schedule")]
+    assert agent.once().returncode == 0
+    assert frontend.seqs() == seqs
+
+
+@pytest.mark.parametrize("base_path", ["", "/app", "/a/b.c"])
+@pytest.mark.parametrize("slashes", ["", "/", "//"])
+def test_the_request_has_one_plain_head_and_no_double_slash(
+    base_path: str, slashes: str, tmp_path: Path, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue()
+    with Frontend(tmp_path / "other", base_path=base_path) as frontend:
+        done = agent.once(
+            FRONTEND_BASE_URL=frontend.url + slashes,
+            SYNC_TOKEN="visible-token",
+            SYNC_DEVICE_ID="raspi:1",
+        )
+        assert done.returncode == 0
+        (request,) = frontend.requests
+    assert request.path == base_path + ENTRIES_PATH
+    assert request.raw_head.startswith(f"POST {request.path} HTTP/1.1\r\n".encode())
+    head = {name.lower(): value for name, value in request.headers.items()}
+    assert len(head) == len(request.headers.items())
+    assert head["host"] == f"127.0.0.1:{frontend.port}"
+    assert head["content-type"] == "application/json"
+    assert head["content-length"] == str(len(request.body or b""))
+    assert head["authorization"] == "Bearer visible-token"
+    assert head["x-serversync-device"] == "raspi:1"
+    assert len(head["idempotency-key"]) >= 32
+    assert head.get("accept-encoding", "identity") == "identity"
+    assert not {"transfer-encoding", "content-encoding", "expect", "cookie"} & set(head)
+
+
+def test_without_a_token_there_is_no_authorization(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue()
+    agent.once()
+    assert "Authorization" not in frontend.requests[0].headers
+
+
+# --- Idempotency-Key --------------------------------------------------------------------------
+
+
+def key(request: Request) -> str:
+    value = request.headers["Idempotency-Key"]
+    assert value is not None
+    return value
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_the_same_entry_sent_again_has_the_same_key_and_bytes(
+    size: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue(payload={"text": "x" * size})
+    frontend.on_entries = script(BOOM, Reply(reset=True, store=True), None)
+    for _ in range(3):
+        agent.once()
+        let_hours_pass(db)
+    first, *others = frontend.requests
+    assert len(others) == 2
+    for request in others:
+        assert (key(request), request.body) == (key(first), first.body)
+    assert not db.pending()
+
+
+def test_the_same_entry_with_other_bytes_has_another_key(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue(payload={"text": "x" * 1_000_000})
+    backend.enqueue()
+    frontend.on_entries = lambda _: BOOM
+    agent.once()
+    db.execute("""UPDATE sync_outbox SET payload = payload || '{"more": 1}'""")
+    let_hours_pass(db)
+    agent.once()
+    keys = [key(request) for request in frontend.requests]
+    assert len(set(keys)) == len(keys) == 4
+
+
+def test_a_batch_that_is_cut_again_has_other_keys(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(4)
+    frontend.on_entries = lambda request: BOOM if len(request.entries) > 1 else None
+    agent.once()
+    sizes = [len(request.entries) for request in frontend.requests]
+    assert sizes == [4, 2, 1, 1, 2, 1, 1]
+    assert len({key(request) for request in frontend.requests}) == len(sizes)
+
+
+# --- batches ----------------------------------------------------------------------------------
+
+
+def test_batches_are_cut_by_count(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(20)
+    assert agent.once(SYNC_BATCH_SIZE=7).returncode == 0
+    assert [len(request.entries) for request in frontend.requests] == [7, 7, 6]
+    assert frontend.seqs() == list(range(1, 21))
+
+
+def test_batches_are_cut_by_bytes(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(100, padding=3000)
+    assert agent.once(SYNC_BATCH_BYTES="16 KiB").returncode == 0
+    assert frontend.seqs() == list(range(1, 101))
+    sizes = [request.length for request in frontend.requests]
+    assert max(sizes) <= 16 * 1024
+    assert len(sizes) <= 26  # four or five entries a request, not one
+
+
+@pytest.mark.parametrize("excess", [0, 1, 14])
+def test_no_request_is_larger_than_the_limit_envelope_included(
+    excess: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    """Two entries that together just fit, and two that do not: by a byte, by the envelope."""
+
+    def enqueue(letters: int) -> None:
+        backend.enqueue(payload="x" * letters)
+        # Fractions of a second are written without zeros at their end: not all of one length.
+        db.execute("UPDATE sync_outbox SET created_at = '2026-01-01T00:00:00Z'")
+
+    enqueue(0)
+    agent.once()
+    empty = frontend.requests[0].length
+    envelope = len('{"entries":[]}')
+    enqueue(1000)
+    enqueue(4096 + excess - 1000 - 2 * empty + envelope - 1)
+    assert agent.once(SYNC_BATCH_BYTES=4096).returncode == 0
+    sizes = [request.length for request in frontend.requests[1:]]
+    assert max(sizes) <= 4096
+    assert sizes == [4096] if excess == 0 else len(sizes) == 2
+
+
+def test_a_large_entry_goes_alone_and_in_slices(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    """Seven mebibytes, of characters that a cut between bytes would break."""
+    running = agent()
+    backend.enqueue()
+    frontend.wait(lambda: len(frontend.entries) == 1)
+    wait_until(lambda: not db.pending())
+    before = running.rss_peak_kib()
+    text = '\u30c6\u30b9\u30c8 "\U0001f4de" ' * (7 * 1024 * 1024 // 17)
+    seqs = insert(db, [("a", 1), ("b", {"text": text}), ("c", {"text": text[:50]})])
+    frontend.wait(lambda: len(frontend.entries) == 4)
+    assert frontend.seqs()[1:] == seqs
+    requests = frontend.requests[1:]
+    assert [len(request.entries) for request in requests] == [1, 1, 1]
+    assert requests[1].length > 7_000_000
+    assert [seq for request in requests for seq in check_wire(db, request)] == seqs
+    wait_until(lambda: not db.pending())
+    assert running.rss_peak_kib() - before < 6 * 1024
+
+
+def test_an_entry_above_the_limit_is_dead_without_being_sent(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = {"callLogId": str(uuid.uuid4())}
+    backend.enqueue(payload=call)
+    large = backend.enqueue("schedule", {**call, "text": "\u3042" * 200_000})
+    backend.enqueue(payload=call)
+    done = agent.once(SYNC_BATCH_BYTES="64 KiB", SYNC_ENTRY_MAX_BYTES="512 KiB")
+    assert done.returncode == 1
+    assert frontend.seqs() == [1, 3]
+    assert max(request.length for request in frontend.requests) < 65536
+    letter = dead_letters(db)[large]
+    assert letter["error_code"] == "TOO_LARGE"
+    assert "SYNC_ENTRY_MAX_BYTES" in letter["error_message"]
+    assert letter["http_status"] is None
+    assert len(letter["payload"]["text"]) == 200_000
+    assert not db.pending()
+
+
+def test_the_outbox_is_drained_until_it_is_empty_and_not_a_batch_an_interval(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(1000)
+    agent(SYNC_POLL_INTERVAL_SEC=86400)
+    frontend.wait(lambda: len(frontend.entries) == 1000)
+    assert frontend.seqs() == list(range(1, 1001))
+    assert [len(request.entries) for request in frontend.requests] == [100] * 10
+    wait_until(lambda: not db.pending())
+
+
+# --- what is written down ---------------------------------------------------------------------
+
+
+def test_a_confirmed_request_leaves_a_receipt_and_counts(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(3, "call_log")
+    backend.enqueue("schedule")
+    backend.enqueue("schedule")
+    frontend.on_entries = lambda _: Reply(200, {}, b'{"ok": true}', store=True)
+    assert agent.once(SYNC_BATCH_SIZE=4).returncode == 0
+    written = receipts(db)
+    assert [(r["first_seq"], r["last_seq"], r["entries"]) for r in written] == [
+        (1, 4, 4),
+        (5, 5, 1),
+    ]
+    for receipt, request in zip(written, frontend.requests, strict=True):
+        assert request.body is not None
+        assert receipt["kind"] == "entries"
+        assert receipt["bytes"] == len(request.body)
+        assert receipt["idempotency_key"] == key(request)
+        assert receipt["request_sha256"] == hashlib.sha256(request.body).hexdigest()
+        assert receipt["answer_sha256"] == hashlib.sha256(b'{"ok": true}').hexdigest()
+        assert receipt["http_status"] == 200
+        assert receipt["outcome"] == "sent"
+        assert receipt["duration_ms"] >= 0
+    marked = db.rows("SELECT processed_at, created_at FROM sync_outbox")
+    assert all(processed >= created for processed, created in marked)
+    assert counter(db, "successes", "entries") == 5
+    assert counter(db, "sent", "call_log") == 3
+    assert counter(db, "sent", "schedule") == 2
+    assert (
+        sum(v for (v,) in db.rows("SELECT value FROM serversync.counters WHERE name = 'lag'")) == 5
+    )
+
+
+def test_a_dead_letter_holds_the_entry_and_leaves_the_outbox_in_one_transaction(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    payload = {"callLogId": str(uuid.uuid4()), "name": "\u6771\u4eac"}
+    entity = str(uuid.uuid4())
+    seq = backend.enqueue("routing_rule", payload, entity)
+    after = backend.enqueue("routing_rule", payload)
+    frontend.poison[entity] = BOOM
+    agent.once()
+    assert list(waiting(db)) == [seq]
+    assert db.pending() == [seq, after]
+    frontend.poison[entity] = Reply(422, {}, {"error": "priority must not be negative"})
+    let_hours_pass(db)
+    done = agent.once()
+    assert done.returncode == 1
+    letter = dead_letters(db)[seq]
+    assert letter["original_topic"] == "routing_rule"
+    assert str(letter["entity_id"]) == entity
+    assert letter["payload"] == payload
+    assert letter["error_code"] == "BAD_REQUEST"
+    assert "priority must not be negative" in letter["error_message"]
+    assert letter["http_status"] == 422
+    assert (letter["retry_count"], letter["max_retries"]) == (0, 3)
+    assert letter["status"] == "PENDING"
+    assert letter["last_retry_at"] is None
+    same = """
+        SELECT d.xmin::text = o.xmin::text, o.processed_at = d.created_at
+        FROM serversync.dead_letters d JOIN sync_outbox o ON o.id = d.outbox_id
+    """
+    assert db.rows(same) == [(True, True)]
+    assert not waiting(db)
+    assert counter(db, "dead", "routing_rule") == 1
+    # Its lane goes on, and nobody asks for the dead one again.
+    assert frontend.seqs() == [after]
+    assert not db.pending()
+    asked = len(frontend.requests)
+    assert agent.once().returncode == 0
+    assert len(frontend.requests) == asked
+
+
+def test_a_failure_that_is_healed_leaves_no_row_behind(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    seq = backend.enqueue("schedule")
+    frontend.on_entries = lambda _: Reply(503, {}, "<html>proxy</html>")
+    agent.once()
+    failure = waiting(db)[seq]
+    assert failure["entity_type"] == "schedule"
+    assert (failure["tries"], failure["attempts"], failure["is_file"]) == (1, 0, False)
+    assert failure["http_status"] == 503
+    assert "<html>proxy</html>" in failure["error"]
+    assert counter(db, "retries", "FRONTEND_5XX") == 1
+    frontend.on_entries = None
+    let_hours_pass(db)
+    agent.once()
+    assert not waiting(db)
+    assert not dead_letters(db)
+
+
+def test_a_waiting_entry_is_not_asked_for_before_it_is_due(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue()
+    frontend.on_entries = lambda _: BOOM
+    agent.once()
+    hold(db)
+    asked = len(frontend.requests)
+    assert agent.once().returncode == 75
+    assert len(frontend.requests) == asked
+    # A clock that jumped: a due time more than an hour ahead counts as due.
+    db.execute("UPDATE serversync.failures SET next_attempt_at = now() + interval '2 years'")
+    agent.once()
+    assert len(frontend.requests) > asked
+
+
+def test_a_failure_of_a_row_that_others_deleted_holds_nothing_up(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = {"callLogId": str(uuid.uuid4())}
+    backend.enqueue(payload=call)
+    frontend.on_entries = lambda _: BOOM
+    agent.once()
+    hold(db)
+    frontend.on_entries = None
+    db.execute("DELETE FROM sync_outbox")
+    seq = backend.enqueue(payload=call)
+    assert agent.once().returncode == 0
+    assert frontend.seqs() == [seq]
+
+
+# --- enqueue() --------------------------------------------------------------------------------
+
+ENQUEUE = "SELECT serversync.enqueue(%s, %s, %s, %s)"
+
+
+def test_enqueue_with_the_same_key_ten_times_is_one_entry(
+    db: Database, frontend: Frontend, agent: AgentFactory
+) -> None:
+    agent.once()
+    entity = str(uuid.uuid4())
+    written = ['{"a": 1, "b": [1.0, 2]}', '{ "b":[1.0,2],"a":1 }']
+    seqs = {db.value(ENQUEUE, ("schedule", entity, written[n % 2], "k-1")) for n in range(10)}
+    assert seqs == {db.value("SELECT id FROM sync_outbox")}
+    other = db.value(ENQUEUE, ("schedule", entity, written[0], "k-2"))
+    unkeyed = {db.value(ENQUEUE, ("schedule", entity, written[0], None)) for _ in range(2)}
+    agent.once()
+    assert frontend.seqs() == sorted({*seqs, other, *unkeyed})
+    assert len(frontend.seqs()) == 4
+    # Also after it was sent.
+    assert {db.value(ENQUEUE, ("schedule", entity, written[0], "k-1"))} == seqs
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("schedule", 0, '{"a": 2}'),
+        ("schedule", 1, '{"a": 1}'),
+        ("announcement", 0, '{"a": 1}'),
+    ],
+    ids=["payload", "entity", "type"],
+)
+def test_enqueue_with_the_same_key_and_something_else_is_an_error(
+    other: tuple[str, int, str], db: Database, agent: AgentFactory
+) -> None:
+    agent.once()
+    entities = [str(uuid.uuid4()), str(uuid.uuid4())]
+    db.value(ENQUEUE, ("schedule", entities[0], '{"a": 1}', "k"))
+    entity_type, number, payload = other
+    with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"):
+        db.value(ENQUEUE, (entity_type, entities[number], payload, "k"))
+    assert len(db.pending()) == 1
+
+
+def test_enqueue_at_the_same_moment_by_many_is_one_entry(db: Database, agent: AgentFactory) -> None:
+    agent.once()
+    entity, count = str(uuid.uuid4()), 10
+    barrier = threading.Barrier(count)
+
+    def call(number: int) -> int:
+        with db.connect(autocommit=False) as connection:
+            barrier.wait(20)
+            row = connection.execute(ENQUEUE, ("schedule", entity, '{"a": 1}', "k")).fetchone()
+            assert row is not None
+            if number == 0:  # somebody gives up: the key must not be lost with the row
+                connection.rollback()
+                row = connection.execute(ENQUEUE, ("schedule", entity, '{"a": 1}', "k")).fetchone()
+                assert row is not None
+            return int(row[0])
+
+    with ThreadPoolExecutor(count) as pool:
+        seqs = set(pool.map(call, range(count)))
+    assert list(seqs) == db.pending()
+
+
+def test_enqueue_takes_an_expired_key_again(db: Database, agent: AgentFactory) -> None:
+    agent.once()
+    entity = str(uuid.uuid4())
+    first = db.value(ENQUEUE, ("schedule", entity, '{"a": 1}', "k"))
+    db.execute("UPDATE serversync.idempotency_keys SET expires_at = now() - interval '1 second'")
+    second = db.value(ENQUEUE, ("schedule", entity, '{"a": 2}', "k"))
+    assert second > first
+    assert db.value(ENQUEUE, ("schedule", entity, '{"a": 2}', "k")) == second
+    assert db.pending() == [first, second]
