@@ -1,0 +1,575 @@
+"""Deletion of uploaded recordings: when, what, and what an interruption leaves to be finished."""
+
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import Agent, AgentFactory, run_once
+from backend import Backend, Call, write_wav
+from frontend import Frontend, Reply
+from ledger import let_hours_pass, uploads
+from pg import Database
+from waiting import wait_until
+
+MARKER, TRASH = ".serversync-root", ".serversync-trash"
+LATER: dict[str, Any] = {"SYNC_DELETE_AFTER_SEC": 3600}
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may do this")
+
+
+def files_of(directory: Path) -> set[str]:
+    return set(os.listdir(directory)) if directory.is_dir() else set()
+
+
+def wait_until_removed(running: Agent, db: Database, *paths: Path) -> None:
+    wait_until(
+        lambda: not uploads(db) and not any(path.exists() for path in paths),
+        what=f"the deletion of {paths}",
+        state=running.log,
+    )
+
+
+def assert_trash_is_empty(backend: Backend) -> None:
+    assert not files_of(backend.recordings_dir / TRASH)
+
+
+# -- when -----------------------------------------------------------------------------------------
+
+WRITING = 'exec >> "$0/merged.wav"; while :; do echo frames; sleep 0.1; done'
+TOUCHING = 'while :; do touch "$0/mixed.marker"; rm "$0/mixed.marker"; sleep 0.1; done'
+
+
+@pytest.mark.parametrize("script", [WRITING, TOUCHING], ids=["writes a file", "makes and removes"])
+def test_a_directory_in_which_another_process_works_is_left_alone_until_it_is_quiet(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, script: str
+) -> None:
+    quiet = 2.0
+    call = backend.end_call(events=0)
+    still = backend.end_call(events=0)
+    worker = subprocess.Popen(["sh", "-c", script, str(call.directory)])
+    try:
+        running = agent(SYNC_DELETE_AFTER_SEC=quiet)
+        wait_until(lambda: len(uploads(db)) == 2, what="the uploads", state=running.log)
+        # The other one goes while this one stays: so the agent did look, and more than once.
+        wait_until(lambda: not still.directory.exists(), what="the other", state=running.log)
+        again = backend.end_call(events=0)
+        wait_until(lambda: again.call_log_id in frontend.files, what="one more upload")
+        wait_until(lambda: not again.directory.exists(), what="one more deletion")
+        assert call.wav.is_file() and call.meta.is_file()
+    finally:
+        worker.kill()
+        worker.wait()
+    last = call.directory.stat().st_mtime
+    if (call.directory / "merged.wav").exists():
+        last = (call.directory / "merged.wav").stat().st_mtime
+    wait_until_removed(running, db, call.wav, call.meta)
+    assert time.time() - last >= quiet
+    # The worker's end may have left its file.
+    left = files_of(call.directory)
+    assert left == {"merged.wav"} if script == WRITING else left <= {"mixed.marker"}
+    assert len(frontend.uploads) == 3
+
+
+@pytest.mark.parametrize("when", [86400, 4e9], ids=["1970", "2096"])
+def test_a_clock_that_cannot_be_trusted_does_not_shorten_the_quiet_time(
+    db: Database, backend: Backend, agent: AgentFactory, when: float
+) -> None:
+    # Written before the clock was set, or by a clock that was ahead.
+    call = backend.end_call(events=0)
+    for path in (call.wav, call.meta, call.directory):
+        os.utime(path, (when, when))
+    assert agent.once(**LATER).returncode == 0
+
+    started = time.monotonic()
+    running = agent(SYNC_DELETE_AFTER_SEC=3)
+    wait_until_removed(running, db, call.directory)
+    assert time.monotonic() - started >= 3
+
+
+# -- what -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", ["keep", "delete", None])
+def test_files_that_were_never_uploaded_stay_unless_the_configuration_says_otherwise(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, extra: str | None
+) -> None:
+    others = ("b_leg.wav", "a_leg.wav", "merged.wav")
+    alone, transferred = backend.end_call(events=0), backend.end_call(extra_files=others)
+
+    assert agent.once(SYNC_EXTRA_FILES=extra).returncode == 0
+
+    assert not alone.directory.exists()
+    if extra == "delete":
+        assert not transferred.directory.exists()
+    else:
+        assert files_of(transferred.directory) == set(others)
+    assert not uploads(db)
+    assert_trash_is_empty(backend)
+    assert len(frontend.uploads) == 2
+
+
+def test_a_call_id_used_twice_keeps_its_files_until_the_last_one_is_through(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    first = backend.end_call(call_id="again..", seconds=0.1)
+    # A prefix of its name, and the same name elsewhere, are other directories.
+    near = backend.end_call(call_id="again.", seconds=0.1)
+    second = backend.end_call(call_id="again..", seconds=0.2)
+    frontend.poison[second.call_log_id] = Reply(503)  # its file waits behind its entries
+
+    assert agent.once().returncode == 75
+    assert uploads(db) == [first.seq("recording_file")]
+    assert files_of(first.directory) == {"mixed.wav", "meta.json"}
+    assert not near.directory.exists()
+    assert list(frontend.files) == [first.call_log_id, near.call_log_id]
+    # Also when it is named in the other way.
+    db.execute(
+        "update sync_outbox set payload = payload - 'filePath' || %s where id = %s",
+        ('{"call_id": "again.."}', second.seq("recording_file")),
+    )
+    assert agent.once().returncode == 75
+    assert files_of(first.directory) == {"mixed.wav", "meta.json"}
+
+    frontend.poison.clear()
+    let_hours_pass(db, 72)
+    assert agent.once().returncode == 0
+    assert frontend.files[second.call_log_id].sha256 == second.sha256
+    assert not first.directory.exists() and not uploads(db)
+    assert_trash_is_empty(backend)
+
+
+def test_a_meta_json_that_a_pending_recording_still_needs_stays(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    first = backend.end_call(call_id="again..", seconds=0.1)
+    second = backend.end_call(call_id="again..", seconds=0.2, name="mixed.mp3")
+    frontend.poison[second.call_log_id] = Reply(503)
+    meta = second.meta.read_bytes()
+
+    assert agent.once().returncode == 75
+    assert list(frontend.files) == [first.call_log_id]
+    assert second.wav.is_file() and second.meta.is_file()
+
+    frontend.poison.clear()
+    let_hours_pass(db, 72)
+    agent.once()
+    assert agent.once().returncode == 0
+    assert frontend.files[second.call_log_id].meta == meta
+    assert not first.directory.exists() and not uploads(db)
+
+
+def test_a_recording_that_comes_into_the_directory_after_the_upload_is_never_deleted_unsent(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    first = backend.end_call(call_id="again..", seconds=0.1)
+    assert agent.once(**LATER).returncode == 0
+    # The backend has written it, but its transaction is still open.
+    with db.connect(autocommit=False) as connection:
+        second = backend.end_call(call_id="again..", seconds=0.2, connection=connection)
+        result = agent.once()
+        assert result.returncode == 0
+        assert "changed after its upload" in result.stderr
+        assert files_of(first.directory) == {"mixed.wav", "meta.json"}
+    assert agent.once().returncode == 0
+    assert frontend.files[second.call_log_id].sha256 == second.sha256
+    assert len(frontend.uploads) == 2
+    assert not first.directory.exists()
+    # Of the first one nothing is left to be deleted: its next look says so.
+    assert agent.once().returncode == 0
+    assert not uploads(db)
+
+
+def append(call: Call) -> None:
+    with call.wav.open("ab") as file:
+        file.write(b"more")
+
+
+def touch(call: Call) -> None:
+    os.utime(call.wav)
+
+
+def exchange(call: Call) -> None:
+    status = call.wav.stat()
+    call.wav.rename(call.directory.parent.parent / "moved")  # its inode stays in use
+    write_wav(call.wav, 1, "another")
+    os.utime(call.wav, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def transcribe(call: Call) -> None:
+    call.meta.write_text('{"transcript": "written later"}')
+
+
+@pytest.mark.parametrize("change", [append, touch, exchange, transcribe])
+def test_a_file_that_changed_after_its_upload_is_kept_and_said(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
+    change: Callable[[Call], None],
+) -> None:  # fmt: skip
+    call, other = backend.end_call(events=0), backend.end_call(events=0)
+    assert agent.once(**LATER).returncode == 0
+    change(call)
+    content = {path.name: path.read_bytes() for path in call.directory.iterdir()}
+
+    running = agent()
+    name = "meta.json" if change is transcribe else "mixed.wav"
+    running.wait_log(f"{call.call_id}/{name} changed after its upload")
+
+    wait_until(lambda: not other.directory.exists(), what="the other one", state=running.log)
+    assert {path.name: path.read_bytes() for path in call.directory.iterdir()} == content
+    kept = [call.seq("recording_file")]
+    wait_until(lambda: uploads(db) == kept, what="its row", state=running.log)
+    row = "select error from serversync.uploads where tries > 0"
+    assert "changed after its upload" in wait_until(lambda: db.value(row))
+    assert len(frontend.uploads) == 2
+    assert_trash_is_empty(backend)
+
+
+def test_a_file_that_changed_is_deleted_after_it_was_sent_again(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0)
+    assert agent.once(**LATER).returncode == 0
+    append(call)
+    assert "changed after its upload" in agent.once().stderr
+    content = call.wav.read_bytes()
+    seq = call.seq("recording_file")
+    db.execute("update sync_outbox set processed_at = null where id = %s", (seq,))
+
+    assert agent.once().returncode == 0
+
+    assert frontend.files[call.call_log_id].path.read_bytes() == content
+    assert not call.directory.exists() and not uploads(db)
+    assert len(frontend.uploads) == 2
+
+
+def test_a_file_that_changes_in_the_last_moment_comes_back_from_the_trash(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0)
+    assert agent.once(**LATER).returncode == 0
+    seq = call.seq("recording_file")
+    # A second passes between the last look at the files and the rename.
+    slowly = ["-e", "trace=renameat", "-e", "inject=renameat:delay_enter=1000000"]
+    running = agent(strace=slowly)
+    trace = running.strace_path
+    wait_until(lambda: trace.exists() and f'"{seq}"' in trace.read_text(), what="the rename")
+    append(call)
+    content = call.wav.read_bytes()
+
+    running.wait_log(f"uploaded recording {seq} cannot be deleted")
+
+    assert "mixed.wav changed after its upload" in running.log()
+    assert files_of(call.directory) == {"mixed.wav", "meta.json"}
+    assert call.wav.read_bytes() == content
+    moves = [line for line in trace.read_text().splitlines() if call.call_id in line]
+    assert len(moves) >= 2  # there and back
+    assert_trash_is_empty(backend)
+    assert len(frontend.uploads) == 1
+
+
+# -- deletion forbidden ---------------------------------------------------------------------------
+
+
+def a_file_is_in_the_way(backend: Backend, call: Call) -> Callable[[], object]:
+    """The agent's trash cannot be made."""
+    trash = backend.recordings_dir / TRASH
+    trash.write_text("in the way")
+    return trash.unlink
+
+
+def immutable_directory(backend: Backend, call: Call) -> Callable[[], object]:
+    def chattr(flag: str) -> None:
+        subprocess.run(["chattr", flag, str(call.directory)], check=True, capture_output=True)
+
+    chattr("+i")
+    return partial(chattr, "-i")
+
+
+@needs_root
+@pytest.mark.parametrize("forbid", [a_file_is_in_the_way, immutable_directory])
+def test_a_deletion_that_is_forbidden_is_said_and_repeated_but_never_as_an_upload(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
+    forbid: Callable[[Backend, Call], Callable[[], object]],
+) -> None:  # fmt: skip
+    call = backend.end_call(events=0)
+    allow = forbid(backend, call)
+    try:
+        running = agent()
+        seq = call.seq("recording_file")
+        line = running.wait_log(f"uploaded recording {seq} cannot be deleted, tried again later")
+        assert call.call_id in line or TRASH in line
+        tries = "select tries from serversync.uploads"
+        wait_until(lambda: db.value(tries) >= 2, what="the second try", state=running.log)
+        assert call.wav.is_file() and call.meta.is_file()
+        assert backend.upload_status(call)[0] == "uploaded"
+        assert len(running.lines("cannot be deleted")) == 1  # a repeat is no news
+        # A new start goes on with the deletion, too.
+        running.stop()
+        assert agent.once().returncode == 0
+        assert call.wav.is_file()
+    finally:
+        allow()
+    running = agent()
+    wait_until_removed(running, db, call.directory)
+    assert len(frontend.of_kind("file")) == 1
+    assert_trash_is_empty(backend)
+
+
+@needs_root
+def test_a_read_only_file_system_keeps_files_and_does_not_stop_uploads(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.end_call(events=0)
+    assert agent.once().returncode == 0
+    calls = [backend.end_call(events=0) for _ in range(2)]
+    script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    prefix = ("unshare", "--mount", "sh", "-c", script, str(backend.recordings_dir))
+
+    result = run_once(agent.env(), prefix=prefix)
+
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("cannot be deleted") >= 2
+    assert "Read-only file system" in result.stderr
+    assert len(frontend.uploads) == 3
+    assert all(call.wav.is_file() for call in calls)
+    assert agent.once().returncode == 0
+    assert not any(call.directory.exists() for call in calls) and not uploads(db)
+    assert len(frontend.of_kind("file")) == 3
+
+
+# -- what a kill leaves ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uploaded(backend: Backend, agent: AgentFactory) -> Call:
+    """A call that is uploaded, with its files still here, as after a kill at that moment."""
+    call = backend.end_call(events=0)
+    assert agent.once(**LATER).returncode == 0
+    return call
+
+
+def bin_of(backend: Backend, call: Call) -> Path:
+    trash = backend.recordings_dir / TRASH
+    trash.mkdir(mode=0o700, exist_ok=True)
+    return trash / str(call.seq("recording_file"))
+
+
+def all_of_it(bin_: Path, call: Call) -> None:
+    call.directory.rename(bin_)
+
+
+def half_of_it(bin_: Path, call: Call) -> None:
+    call.directory.rename(bin_)
+    (bin_ / "meta.json").unlink()
+
+
+def nothing_but_the_bin(bin_: Path, call: Call) -> None:
+    shutil.rmtree(call.directory)
+    bin_.mkdir()
+
+
+def nothing_at_all(bin_: Path, call: Call) -> None:
+    shutil.rmtree(call.directory)
+
+
+def one_file_in_the_bin(bin_: Path, call: Call) -> None:
+    bin_.mkdir()
+    call.meta.rename(bin_ / "meta.json")
+
+
+def an_empty_bin(bin_: Path, call: Call) -> None:
+    bin_.mkdir()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        all_of_it, half_of_it, nothing_but_the_bin, nothing_at_all, one_file_in_the_bin,
+        an_empty_bin,
+    ],
+)  # fmt: skip
+def test_trash_that_a_kill_left_is_finished_at_the_start(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
+    leave: Callable[[Path, Call], None],
+) -> None:  # fmt: skip
+    leave(bin_of(backend, uploaded), uploaded)
+
+    result = agent.once()
+
+    assert result.returncode == 0, result.stderr
+    assert not uploaded.directory.exists() and not uploads(db)
+    assert_trash_is_empty(backend)
+    assert len(frontend.uploads) == 1
+
+
+def test_strangers_in_the_trash_go_back(
+    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
+) -> None:
+    bin_ = bin_of(backend, uploaded)
+    uploaded.directory.rename(bin_)
+    (bin_ / "b_leg.wav").write_text("never uploaded")
+
+    assert agent.once().returncode == 0
+
+    assert files_of(uploaded.directory) == {"b_leg.wav"}
+    assert (uploaded.directory / "b_leg.wav").read_text() == "never uploaded"
+    assert not uploads(db)
+    assert_trash_is_empty(backend)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["its place is free", "a new one is there"])
+def test_what_changed_before_it_came_into_the_trash_goes_back_as_a_whole(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
+    there: bool,
+) -> None:  # fmt: skip
+    bin_ = bin_of(backend, uploaded)
+    uploaded.directory.rename(bin_)
+    (bin_ / "mixed.wav").write_text("something else")
+    (bin_ / "b_leg.wav").write_text("never uploaded")
+    if there:
+        uploaded.directory.mkdir()
+        (uploaded.directory / "new.wav").write_text("new")
+
+    result = agent.once()
+
+    assert result.returncode == 0
+    assert "mixed.wav changed after its upload" in result.stderr
+    expected = {"mixed.wav", "meta.json", "b_leg.wav"} | ({"new.wav"} if there else set())
+    assert files_of(uploaded.directory) == expected
+    assert uploaded.wav.read_text() == "something else"
+    assert uploads(db) == [uploaded.seq("recording_file")]
+    assert_trash_is_empty(backend)
+    assert len(frontend.uploads) == 1
+
+
+def test_what_comes_back_from_the_trash_never_overwrites_a_new_recording(
+    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
+) -> None:
+    bin_ = bin_of(backend, uploaded)
+    uploaded.directory.rename(bin_)
+    (bin_ / "mixed.wav").write_text("changed after its upload")
+    uploaded.directory.mkdir()
+    uploaded.wav.write_text("a new call's")
+
+    for _ in range(2):
+        result = agent.once()
+        assert result.returncode == 0 and "cannot be deleted" in result.stderr
+        texts = {path.read_text() for path in backend.recordings_dir.rglob("mixed.wav")}
+        assert texts == {"changed after its upload", "a new call's"}
+        assert uploaded.wav.read_text() == "a new call's"
+
+
+# With strangers each of our files is moved, else the whole directory; then both files and the bin
+# are removed.
+WHOLE = [("renameat", 1), ("unlinkat", 1), ("unlinkat", 2), ("unlinkat", 3)]
+FILE_BY_FILE = [("renameat", 1), ("renameat", 2), *WHOLE[1:]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "extra"),
+    [(WHOLE, ()), (FILE_BY_FILE, ("b_leg.wav",))],
+    ids=["all of it", "with a b_leg"],
+)
+def test_a_kill_at_any_step_of_a_deletion_is_finished_by_the_next_start(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, tmp_path: Path,
+    steps: list[tuple[str, int]], extra: tuple[str, ...],
+) -> None:  # fmt: skip
+    backend.end_call(events=0)
+    assert agent.once().returncode == 0  # makes the marker, with a rename of its own
+    for name, number in steps:
+        call = backend.end_call(events=0, extra_files=extra)
+        inject = ("-e", f"trace={name}", "-e", f"inject={name}:signal=KILL:when={number}")
+        killed = run_once(agent.env(), prefix=("strace", "-f", "-o", str(tmp_path / "x"), *inject))
+        assert killed.returncode < 0
+        assert uploads(db) == [call.seq("recording_file")]
+        assert agent.once().returncode == 0
+        assert files_of(call.directory) == set(extra)
+        assert frontend.files[call.call_log_id].count == 1
+        assert not uploads(db)
+        assert_trash_is_empty(backend)
+
+
+# -- traps ----------------------------------------------------------------------------------------
+
+
+def linked_directory(call: Call, outside: Path) -> None:
+    call.directory.rename(outside / "moved")
+    call.directory.symlink_to(outside / "moved")
+
+
+def linked_file(call: Call, outside: Path) -> None:
+    call.wav.rename(outside / "mixed.wav")
+    call.wav.symlink_to(outside / "mixed.wav")
+
+
+def linked_trash(call: Call, outside: Path) -> None:
+    (call.directory.parent / TRASH).rmdir()
+    (call.directory.parent / TRASH).symlink_to(outside)
+
+
+def linked_bin(call: Call, outside: Path) -> None:
+    shutil.copytree(call.directory, outside / "copy", copy_function=os.link)
+    bin_ = call.directory.parent / TRASH / str(call.seq("recording_file"))
+    bin_.symlink_to(outside / "copy")
+
+
+@pytest.mark.parametrize("trap", [linked_directory, linked_file, linked_trash, linked_bin])
+def test_a_link_that_was_swapped_in_leads_to_nothing_outside(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, tmp_path: Path,
+    trap: Callable[[Call, Path], None],
+) -> None:  # fmt: skip
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious.wav").write_text("precious")
+    call, other = backend.end_call(events=0), backend.end_call(events=0)
+    assert agent.once(**LATER).returncode == 0
+    (backend.recordings_dir / TRASH).mkdir(mode=0o700, exist_ok=True)
+    trap(call, outside)
+    before = {path: path.stat().st_mtime_ns for path in outside.rglob("*")}
+
+    result = agent.once()
+
+    assert result.returncode == 0
+    assert f"uploaded recording {call.seq('recording_file')} cannot be deleted" in result.stderr
+    assert {path: path.stat().st_mtime_ns for path in outside.rglob("*")} == before
+    assert call.seq("recording_file") in uploads(db)
+    assert len(frontend.uploads) == 2
+    assert other.directory.exists() == (trap is linked_trash)
+
+
+@pytest.mark.parametrize("marker", ["", uuid.uuid4().hex], ids=["none", "another one's"])
+def test_nothing_is_deleted_below_a_root_that_is_not_ours(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
+    marker: str,
+) -> None:  # fmt: skip
+    mark = backend.recordings_dir / MARKER
+    ours = mark.read_text()
+    mark.write_text(marker)
+    if not marker:
+        mark.unlink()
+
+    result = agent.once()
+
+    assert "uploaded recordings cannot be deleted" in result.stderr
+    assert files_of(uploaded.directory) == {"mixed.wav", "meta.json"}
+    assert uploads(db) == [uploaded.seq("recording_file")]
+    mark.write_text(ours)
+    assert agent.once().returncode == 0
+    assert not uploaded.directory.exists() and not uploads(db)
+    assert len(frontend.uploads) == 1
+
+
+def test_a_directory_that_somebody_else_removed_is_done(
+    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
+) -> None:
+    shutil.rmtree(uploaded.directory)
+    assert agent.once().returncode == 0
+    assert not uploads(db)
+    assert backend.upload_status(uploaded)[0] == "uploaded"

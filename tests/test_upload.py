@@ -1,0 +1,772 @@
+"""Uploads: what goes over the wire, what counts as a confirmation, and what may go wrong."""
+
+import dataclasses
+import email
+import email.policy
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from email.message import EmailMessage
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import Agent, AgentFactory
+from backend import Backend, Call
+from frontend import FILE_PATH, Frontend, Reply, Request
+from ledger import dead, failures, hold, let_hours_pass, uploads
+from pg import Database
+from waiting import wait_until
+
+LONG = 60.0  # seconds of audio, 1.9 MB: more than all buffers on the way hold
+CRAWL = 20_000  # bytes a second: such an upload goes on until the test lets it go
+IMPATIENT: dict[str, Any] = {"SYNC_RETRY_MAX": 1, "SYNC_RETRY_HOURS": 0}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def wait_for_upload(frontend: Frontend, number: int = 1) -> Request:
+    """Until that upload (counted from one) is under way."""
+
+    def under_way() -> Request | None:
+        request = frontend.of_kind("file")[number - 1]
+        return request if request.received else None
+
+    found = frontend.wait(under_way, what=f"upload {number}")
+    assert isinstance(found, Request)
+    return found
+
+
+def is_long(request: Request) -> bool:
+    return request.kind == "file" and request.length > 300_000
+
+
+def long_uploads(frontend: Frontend) -> list[Request]:
+    return [request for request in list(frontend.requests) if is_long(request)]
+
+
+def wait_for_entry(frontend: Frontend, seq: int) -> None:
+    frontend.wait(lambda: seq in frontend.seqs(), 10, f"entry {seq}")
+
+
+def wait_for_file(frontend: Frontend, call: Call) -> None:
+    frontend.wait(lambda: frontend.files[call.call_log_id], what=f"the file of {call.call_id}")
+
+
+def wait_until_aside(db: Database, running: Agent, call: Call, code: str, tries: int) -> None:
+    """Until its upload was set aside so often, for this reason, and never charged."""
+    seq = call.seq("recording_file")
+
+    def aside() -> bool:
+        now = failures(db)[seq]
+        return now[0] == code and now[1] >= tries and now[2] == 0
+
+    wait_until(
+        aside,
+        what=f"{code} for entry {seq}, {tries} times",
+        state=lambda: f"{failures(db)}, dead: {dead(db)}\n{running.log()}",
+    )
+
+
+def assert_not_uploaded(db: Database, backend: Backend, call: Call) -> None:
+    assert call.seq("recording_file") in db.pending()
+    assert backend.upload_status(call) == ("local_only", None)
+    assert call.seq("recording_file") not in uploads(db)
+    assert call.wav.is_file() and call.meta.is_file()
+
+
+# -- the wire -------------------------------------------------------------------------------------
+
+
+def parse(request: Request) -> list[EmailMessage]:
+    """The parts of an upload, as Python's email package reads them."""
+    assert request.body is not None
+    head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
+    message = email.message_from_bytes(head + request.body, policy=email.policy.HTTP)
+    assert isinstance(message, EmailMessage) and not message.defects
+    return list(message.iter_parts())  # type: ignore[arg-type]
+
+
+def content(part: EmailMessage) -> bytes:
+    payload = part.get_payload(decode=True)
+    assert isinstance(payload, bytes)
+    return payload
+
+
+def test_the_wire_is_the_contracts_byte_for_byte(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    frontend.keep_bodies = True
+    metas = [
+        b'{"callId": "x"}',
+        b'\r\n{\r\n  "a": [1.50, 1e3, null],\t"b": "\\u00e9"\r\n}\r\n\r\n',
+        '{"caller": "通話 \U0001f4de", "a": "--serversync-0\\r\\n"}'.encode(),
+        b"[]",
+        json.dumps({"transcript": "x" * 200_000}).encode(),
+    ]
+    names = ["8HnT2kQ-a3x9..", "abc@192.168.1.20", 'q"; filename="evil', "a\r\nX-Evil: 1", "é通"]
+    calls = []
+    for number, (call_id, meta) in enumerate(zip(names, metas, strict=True)):
+        name = "mixed.mp3" if number == 3 else "mixed.wav"
+        call = backend.end_call(events=0, call_id=call_id, name=name, seconds=number)
+        call.meta.write_bytes(meta)
+        if number == 0:  # what looks like the end of the body, and line breaks of all kinds
+            call.wav.write_bytes(b"\r\n--serversync-\r\n\r\n--\n\r\0\r\n")
+        calls.append((call, meta, call.wav.read_bytes()))
+
+    result = agent.once(SYNC_TOKEN="a-secret-token", SYNC_DEVICE_ID="pi.kitchen")
+
+    assert result.returncode == 0, result.stderr
+    requests = frontend.of_kind("file")
+    assert len(requests) == len(calls)
+    for request, (call, meta, audio) in zip(requests, calls, strict=True):
+        filename = call.wav.name
+        kind, _, boundary = request.headers["Content-Type"].partition("; boundary=")
+        assert kind == "multipart/form-data"
+        assert re.fullmatch(r"[A-Za-z0-9-]{1,70}", boundary)
+        parts = parse(request)
+        assert [part.get_param("name", header="content-disposition") for part in parts] == [
+            "callLogId", "recordingId", "meta", "audio",
+        ]  # fmt: skip
+        assert [part.get_content_type() for part in parts] == [
+            "text/plain", "text/plain", "application/json", "application/octet-stream",
+        ]  # fmt: skip
+        assert [part.get_filename() for part in parts] == [None, None, "meta.json", filename]
+        assert {part.get_content_disposition() for part in parts} == {"form-data"}
+        assert [content(part) for part in parts] == [
+            call.call_log_id.encode(), call.recording_id.encode(), meta, audio,
+        ]  # fmt: skip
+        line = b"--" + boundary.encode() + b"\r\nContent-Disposition: form-data; name="
+        assert request.body == (
+            line + b'"callLogId"\r\nContent-Type: text/plain\r\n\r\n'
+            + call.call_log_id.encode() + b"\r\n"
+            + line + b'"recordingId"\r\nContent-Type: text/plain\r\n\r\n'
+            + call.recording_id.encode() + b"\r\n"
+            + line + b'"meta"; filename="meta.json"\r\nContent-Type: application/json\r\n\r\n'
+            + meta + b"\r\n"
+            + line + b'"audio"; filename="' + filename.encode()
+            + b'"\r\nContent-Type: application/octet-stream\r\n\r\n'
+            + audio + b"\r\n--" + boundary.encode() + b"--\r\n"
+        )  # fmt: skip
+        assert request.headers.get_all("Content-Length") == [str(len(request.body))]
+        assert request.raw_head.startswith(f"POST {FILE_PATH} HTTP/1.1\r\n".encode())
+        for name in ("Transfer-Encoding", "Content-Encoding", "Expect"):
+            assert name not in request.headers
+        assert request.headers["Authorization"] == "Bearer a-secret-token"
+        assert request.headers["X-Serversync-Device"] == "pi.kitchen"
+        assert request.headers["Idempotency-Key"]
+    assert len({request.headers["Idempotency-Key"] for request in requests}) == len(requests)
+
+
+def test_a_base_url_with_a_path_and_slashes_leads_to_the_contracts_path(
+    db: Database, backend: Backend, agent: AgentFactory, tmp_path: Path
+) -> None:
+    with Frontend(tmp_path / "other", base_path="/voice/v2") as frontend:
+        call = backend.end_call(events=0)
+        result = agent.once(
+            FRONTEND_BASE_URL=frontend.url + "//", SYNC_VERIFY_PATH="/api/recordings/{callLogId}"
+        )
+        assert result.returncode == 0, result.stderr
+        assert [(request.method, request.path) for request in frontend.requests] == [
+            ("POST", "/voice/v2/api/ingest/sync"),
+            ("POST", "/voice/v2/api/ingest/recording-file"),
+            ("HEAD", f"/voice/v2/api/recordings/{call.call_log_id}"),
+        ]
+        assert frontend.files[call.call_log_id].sha256 == call.sha256
+
+
+def test_the_same_file_has_the_same_key_and_a_changed_one_another(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0)
+    frontend.on_file = lambda request: Reply(503)
+    for _ in range(2):
+        assert agent.once().returncode == 75
+        let_hours_pass(db, 72)
+    os.utime(call.wav)
+    assert agent.once().returncode == 75
+    first, second, third = (r.headers["Idempotency-Key"] for r in frontend.of_kind("file"))
+    assert first == second != third
+
+
+# -- confirm and record ---------------------------------------------------------------------------
+
+
+def test_a_confirmed_upload_is_recorded_as_a_whole_and_durably(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    with db.admin() as admin:
+        admin.execute(f'alter database "{db.name}" set synchronous_commit = off')
+    db.execute("create table seen (durable text)")
+    db.execute("""
+        create function see() returns trigger language plpgsql as $$ begin
+            insert into seen values (current_setting('synchronous_commit')); return new;
+        end $$""")
+    db.execute("create trigger see after update on recordings for each row execute function see()")
+    call = backend.end_call(events=0)
+
+    result = agent.once(SYNC_DELETE_AFTER_SEC=3600)
+
+    assert result.returncode == 0, result.stderr
+    seq = call.seq("recording_file")
+    url = frontend.file_url(frontend.files[call.call_log_id])
+    assert backend.upload_status(call) == ("uploaded", url)
+    assert not db.pending() and not failures(db)
+    assert db.rows("select durable from seen") == [("on",)]
+    [row] = db.dicts("select * from serversync.uploads")
+    assert (row["outbox_id"], row["directory"], row["file_url"]) == (seq, call.call_id, url)
+    assert row["files"] == [
+        {
+            "name": path.name,
+            "inode": path.stat().st_ino,
+            "size": path.stat().st_size,
+            "mtime_ns": path.stat().st_mtime_ns,
+        }
+        for path in (call.wav, call.meta)
+    ]
+    [receipt] = db.dicts("select * from serversync.deliveries where kind = 'file'")
+    assert (receipt["first_seq"], receipt["last_seq"], receipt["bytes"]) == (seq, seq, call.size)
+    assert (receipt["http_status"], receipt["outcome"]) == (200, "sent")
+    assert receipt["idempotency_key"] == frontend.of_kind("file")[0].headers["Idempotency-Key"]
+    # It waits for its quiet time, and is not sent again.
+    assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 0
+    assert len(frontend.of_kind("file")) == 1 and call.wav.is_file()
+    # Other columns of the backend's are nobody's business.
+    assert db.rows("select synced_at from recordings") == [(None,)]
+
+
+URL = "https://frontend.example/storage/recordings/x/mixed.wav"
+UNCONFIRMED: list[Reply] = [
+    Reply(200, {}, {}),
+    Reply(200, {}, {"ok": True}),
+    Reply(200, {}, {"fileUrl": ""}),
+    Reply(200, {}, {"fileUrl": " "}),
+    Reply(200, {}, {"fileUrl": None}),
+    Reply(200, {}, {"fileUrl": 17}),
+    Reply(200, {}, {"fileUrl": [URL]}),
+    Reply(200, {}, {"fileUrl": "no URL"}),
+    Reply(200, {}, {"fileUrl": "/storage/recordings/x/mixed.wav"}),
+    Reply(200, {}, {"fileUrl": "ftp://frontend.example/x"}),
+    Reply(200, {}, {"fileUrl": "file:///etc/passwd"}),
+    Reply(200, {}, {"fileUrl": "javascript:alert(1)"}),
+    Reply(200, {}, {"fileUrl": "https://"}),
+    Reply(200, {}, {"fileUrl": "https:///x"}),
+    Reply(200, {}, {"fileUrl": "https://x/\0"}),
+    Reply(200, {}, {"fileUrl": "https://x/\ud800"}),
+    Reply(200, {}, {"fileUrl": "https://x/y\r\nz"}),
+    Reply(200, {}, {"fileUrl": "https://x/" + "y" * 60_000}),
+    Reply(200, {}, {"ok": False, "fileUrl": URL}),
+    Reply(200, {}, {"data": {"fileUrl": URL}}),
+    Reply(200, {}, b'["https://frontend.example/x"]'),
+    Reply(200, {}, b'{"fileUrl": "https://frontend.example/x"'),
+    Reply(200, {}, "<html>Sign in to the hotel's network</html>"),
+    Reply(200, {}, b""),
+    Reply(204),
+    Reply(200, {}, {"fileUrl": URL, "sizeBytes": 0}),
+    Reply(200, {}, {"fileUrl": URL, "sizeBytes": 31}),
+    Reply(200, {}, {"fileUrl": URL, "sha256": hashlib.sha256(b"").hexdigest()}),
+    Reply(200, {}, {"fileUrl": URL, "sha256": "no digest"}),
+    Reply(302, {"Location": "/login"}),
+    Reply(307, {"Location": FILE_PATH}),
+    Reply(409, {}, {"error": "CONFLICT", "fileUrl": URL}),
+    Reply(409, {}, {"ok": True, "code": "ALREADY_PROCESSED"}),
+    Reply(400, {}, "<html>Bad Request</html>"),
+    Reply(401, {}, {"error": "unauthorized"}),
+    Reply(404, {}, {"error": "not found"}),
+    Reply(500, {}, {"fileUrl": URL}),
+]
+CODES = {
+    204: "BAD_RESPONSE", 302: "REDIRECTED", 307: "REDIRECTED", 409: "CONFLICT",
+    400: "BAD_RESPONSE", 401: "UNAUTHORIZED", 404: "NOT_FOUND", 500: "FRONTEND_5XX",
+    200: "BAD_RESPONSE",
+}  # fmt: skip
+
+
+def test_only_an_answer_in_the_contracts_words_is_a_confirmation(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    bad: list[tuple[Call, Reply]] = []
+    good: list[Call] = []
+    for reply in UNCONFIRMED:
+        bad.append((backend.end_call(events=0, seconds=0.1), reply))
+        good.append(backend.end_call(events=0, seconds=0.1))  # so that it is no outage
+    replies = {call.call_log_id: reply for call, reply in bad}
+
+    def answer(request: Request) -> Reply | None:
+        assert request.file is not None
+        return replies.get(request.file.call_log_id)
+
+    frontend.on_file = answer
+    result = agent.once()
+
+    assert result.returncode == 75, result.stderr
+    for call in good:
+        assert backend.upload_status(call)[0] == "uploaded"
+    assert not dead(db)
+    for call, reply in bad:
+        assert_not_uploaded(db, backend, call)
+        assert failures(db)[call.seq("recording_file")][0] == CODES[reply.status], reply
+
+    frontend.on_file = None
+    let_hours_pass(db, 72)
+    assert agent.once().returncode == 0
+    assert not db.pending() and not dead(db)
+    for call, _ in bad:
+        assert frontend.files[call.call_log_id].sha256 == call.sha256
+        assert not call.directory.exists()
+
+
+def test_size_and_digest_in_the_answer_may_confirm_and_odd_urls_are_kept_as_they_are(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    calls = [backend.end_call(events=0, seconds=0.1) for _ in range(7)]
+    known = [(call.size, call.sha256) for call in calls]
+    answers: list[dict[str, Any]] = [
+        {"fileUrl": URL, "sizeBytes": known[0][0]},
+        {"fileUrl": URL, "sizeBytes": known[1][0], "sha256": known[1][1]},
+        {"fileUrl": URL, "sha256": known[2][1].upper()},
+        {"fileUrl": "http://localhost:3000/x", "sizeBytes": None, "sha256": None},
+        {"fileUrl": URL + "?a=1&b=%20#é", "ok": True, "more": [1]},
+        {"fileUrl": URL, "code": "ALREADY_PROCESSED"},
+        {"fileUrl": URL},
+    ]
+    statuses = [200, 200, 200, 200, 200, 409, 201]
+    replies = {
+        call.call_log_id: Reply(status, {}, body, store=True)
+        for call, status, body in zip(calls, statuses, answers, strict=True)
+    }
+    frontend.on_file = lambda request: replies[request.file.call_log_id]  # type: ignore[union-attr]
+
+    result = agent.once()
+
+    assert result.returncode == 0, result.stderr
+    for call, body in zip(calls, answers, strict=True):
+        assert backend.upload_status(call) == ("uploaded", body["fileUrl"])
+        assert not call.directory.exists()
+
+
+def test_verification_asks_for_the_length_and_uploads_again_when_it_disagrees(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    short, good = backend.end_call(events=0), backend.end_call(events=0)
+    path = f"/api/recordings/{short.call_log_id}"
+    frontend.pages[path] = Reply(200, {"Content-Length": str(short.size - 1)})
+    verify: dict[str, Any] = {"SYNC_VERIFY_PATH": "/api/recordings/{callLogId}"}
+
+    assert agent.once(**verify).returncode == 75
+    assert_not_uploaded(db, backend, short)
+    assert failures(db)[short.seq("recording_file")][0] == "BAD_RESPONSE"
+    assert backend.upload_status(good)[0] == "uploaded" and not good.directory.exists()
+    heads = [request.path for request in frontend.requests if request.method == "HEAD"]
+    assert heads == [path, f"/api/recordings/{good.call_log_id}"]
+
+    del frontend.pages[path]
+    let_hours_pass(db, 72)
+    assert agent.once(**verify).returncode == 0
+    assert frontend.files[short.call_log_id].count == 2
+    assert backend.upload_status(short)[0] == "uploaded" and not short.directory.exists()
+
+
+def test_a_verification_that_fails_is_repeated_alone(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    replies = [
+        Reply(503),
+        Reply(404),
+        Reply(200, raw=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"),
+        Reply(302, {"Location": "/login"}),
+        Reply(500, raw=b"garbage\r\n\r\n"),
+    ]
+    script = iter(replies)
+    frontend.on_head = lambda request: next(script, None) if request.method == "HEAD" else None
+    call = backend.end_call(events=0)
+    seq = call.seq("recording_file")
+    running = agent(SYNC_VERIFY_PATH="/api/recordings/{callLogId}")
+
+    def heads() -> int:
+        return len([request for request in frontend.requests if request.method == "HEAD"])
+
+    for number in range(1, len(replies) + 1):
+        frontend.wait(partial(lambda wanted: heads() >= wanted, number), what=f"look {number}")
+        wait_until(partial(lambda wanted: failures(db)[seq][1] >= wanted, number))
+        let_hours_pass(db, 72)
+    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
+    wait_until(lambda: not call.directory.exists(), what="the deletion", state=running.log)
+    assert frontend.files[call.call_log_id].count == 1
+    assert not dead(db)
+
+
+def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    answers = {400: "BAD_REQUEST", 422: "BAD_REQUEST", 413: "TOO_LARGE"}
+    calls = {status: backend.end_call(events=0) for status in answers}
+    known = {status: backend.end_call(events=0) for status in answers}
+    kept = "https://frontend.example/earlier.wav"
+    for call in known.values():
+        db.execute(
+            "update recordings set upload_status = 'uploaded', s3_url = %s where id = %s",
+            (kept, call.recording_id),
+        )
+    statuses = {
+        call.call_log_id: status for group in (calls, known) for status, call in group.items()
+    }
+
+    def reject(request: Request) -> Reply | None:
+        assert request.file is not None
+        return Reply(statuses[request.file.call_log_id], {}, {"error": "no such call log"})
+
+    frontend.on_file = reject
+    result = agent.once()
+
+    assert result.returncode == 1, result.stderr
+    for status, code in answers.items():
+        for call in (calls[status], known[status]):
+            assert dead(db)[call.seq("recording_file")] == code
+            assert call.wav.is_file() and call.meta.is_file()
+        assert backend.upload_status(calls[status]) == ("upload_failed", None)
+        assert backend.upload_status(known[status]) == ("uploaded", kept)
+    assert not db.pending() and not uploads(db)
+
+
+# -- files that change ----------------------------------------------------------------------------
+
+
+def grow(call: Call) -> None:
+    with call.wav.open("ab") as file:
+        file.write(b"more")
+
+
+def shrink(call: Call) -> None:
+    os.truncate(call.wav, call.wav.stat().st_size // 2)
+
+
+def rewrite(call: Call) -> None:
+    with call.wav.open("r+b") as file:
+        file.seek(100)
+        file.write(random.randbytes(100))
+
+
+def replace(call: Call) -> None:
+    shutil.copy2(call.wav, call.directory / "new")  # even with the same time
+    with (call.directory / "new").open("r+b") as file:
+        file.write(b"RIFF")
+    os.replace(call.directory / "new", call.wav)
+
+
+@pytest.mark.parametrize("change", [grow, shrink, rewrite, replace])
+def test_a_file_that_changes_during_its_upload_is_set_aside_and_sent_again(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
+    change: Callable[[Call], None],
+) -> None:  # fmt: skip
+    call = backend.end_call(events=0, seconds=LONG)
+    gate = threading.Semaphore(0)  # each upload of the long file waits for its permit
+
+    def wait_at_gate(request: Request) -> None:
+        if is_long(request):
+            gate.acquire()
+
+    frontend.on_head = wait_at_gate
+    running = agent(**IMPATIENT)
+    for number in (1, 2):
+        frontend.wait(partial(lambda wanted: long_uploads(frontend)[wanted], number - 1))
+        change(call)
+        # What vouches for the endpoint does not make it the file's fault.
+        other = backend.end_call(events=0, seconds=0.1)
+        gate.release()
+        wait_until_aside(db, running, call, "FILE_CHANGED", number)
+        assert_not_uploaded(db, backend, call)
+        wait_for_file(frontend, other)
+        let_hours_pass(db, 72)
+    final = sha256(call.wav)
+    gate.release()
+    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
+    assert frontend.files[call.call_log_id].sha256 == final
+    assert not dead(db) and backend.upload_status(call)[0] == "uploaded"
+    wait_until(lambda: not uploads(db) and not call.wav.exists(), what="the deletion")
+
+
+# -- speed, and what goes on meanwhile ------------------------------------------------------------
+
+
+def test_the_bandwidth_limit_paces_an_upload(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0, seconds=20)
+    rate = 1600 * 125
+    running = agent(SYNC_UPLOAD_KBPS=1600)
+    request = wait_for_upload(frontend)
+    frontend.wait(lambda: request.received >= request.length / 2, what="half of the body")
+    half = (request.finished or time.monotonic()) - request.started
+    frontend.wait(lambda: frontend.files[call.call_log_id])
+    assert request.finished is not None
+    took = request.finished - request.started
+    # Only the lower bounds: a busy machine makes it slower.
+    assert took >= 0.5 * call.size / rate, (took, running.log())
+    assert half >= 0.15 * call.size / rate
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+
+
+def test_the_bandwidth_limit_is_lifted_and_said_for_a_file_it_would_keep_too_long(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    large = backend.end_call(events=0, seconds=30)  # 7680 s at 1 kbit/s
+
+    result = agent.once(SYNC_UPLOAD_KBPS=1)
+
+    assert result.returncode == 0, result.stderr
+    assert f"recording {large.seq('recording_file')} is too large for SYNC_UPLOAD_KBPS" in (
+        result.stderr
+    )
+    assert frontend.files[large.call_log_id].sha256 == large.sha256
+
+
+def test_new_entries_arrive_while_a_large_file_travels_slowly(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    frontend.read_rate = CRAWL
+    large = backend.end_call(events=0, seconds=LONG)
+    running = agent()
+    request = wait_for_upload(frontend)
+    for trigger in (True, False):
+        if not trigger:  # polling is the net
+            db.execute("alter table sync_outbox disable trigger serversync_wake")
+        for _ in range(2):
+            call = backend.end_call(seconds=0.1)
+            wait_for_entry(frontend, call.seq("recording"))
+    assert request.finished is None, running.log()
+    assert request.received < request.length
+    frontend.read_rate = None
+    wait_until(lambda: not db.pending(), what="the files", state=running.log)
+    assert frontend.files[large.call_log_id].sha256 == large.sha256
+    assert frontend.uploads[0].call_log_id == large.call_log_id
+    assert len(frontend.of_kind("file")) == 5  # none of them twice
+
+
+def test_new_entries_arrive_while_the_frontend_takes_its_time_to_store_a_file(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    stored = threading.Event()
+
+    def store(_: Request) -> None:
+        stored.wait(60)
+
+    frontend.on_file = store
+    large = backend.end_call(events=0, seconds=LONG)
+    running = agent()
+    request = wait_for_upload(frontend)
+    frontend.wait(lambda: request.file, what="the whole body")
+    for _ in range(2):
+        wait_for_entry(frontend, backend.enqueue())
+    assert request.finished is None
+    stored.set()
+    wait_until(lambda: not db.pending(), what="the end", state=running.log)
+    assert len(frontend.of_kind("file")) == 1
+    assert backend.upload_status(large)[0] == "uploaded"
+
+
+def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    frontend.read_rate = CRAWL
+    large = backend.end_call(events=0, seconds=LONG)
+    running = agent()
+    request = wait_for_upload(frontend)
+    before = len(frontend.of_kind("entries"))
+    frontend.on_entries = lambda _: Reply(stall=3.5) if request.finished is None else None
+    seqs = [backend.enqueue()]
+    frontend.wait(lambda: len(frontend.of_kind("entries")) > before, what="the first entry")
+    stalled = frontend.of_kind("entries")[-1]
+    frontend.wait(lambda: stalled.finished, what="its end")
+    # From here on for longer than two looks: bytes move, entries are not tried.
+    seqs.append(backend.enqueue())
+    mark = request.received
+    frontend.wait(lambda: request.received > mark + 5 * CRAWL, 60, "progress of the upload")
+    assert len(frontend.of_kind("entries")) == before + 1, running.log()
+    assert request.finished is None
+    frontend.read_rate = None
+    frontend.wait(lambda: seqs[0] in frontend.seqs() and seqs[1] in frontend.seqs())
+    wait_until(lambda: not db.pending(), what="the end", state=running.log)
+    assert len(frontend.of_kind("file")) == 1 and request.status == 200
+    assert frontend.files[large.call_log_id].sha256 == large.sha256
+    assert not dead(db)
+
+
+# -- answers that come early, late or not at all --------------------------------------------------
+
+
+def early(replies: dict[str, Reply], calls: dict[str, Call]) -> Callable[[Request], Reply | None]:
+    """A reply in the middle of the body; calls are known by their size."""
+
+    def hook(request: Request) -> Reply | None:
+        if not is_long(request):
+            return None
+        [name] = [name for name, call in calls.items() if 0 < request.length - call.size < 2000]
+        return dataclasses.replace(replies[name], after=200_000)
+
+    return hook
+
+
+def test_a_refusal_before_the_end_of_the_body_is_understood(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0, seconds=LONG)
+    refusal = Reply(413, {}, {"error": "too large"}, close=True)
+    frontend.on_head = early({"": refusal}, {"": call})
+
+    result = agent.once()
+
+    assert result.returncode == 1, result.stderr
+    assert dead(db) == {call.seq("recording_file"): "TOO_LARGE"}
+    assert backend.upload_status(call) == ("upload_failed", None)
+    assert call.wav.is_file() and call.meta.is_file()
+    [request] = frontend.of_kind("file")
+    assert request.received < request.length
+
+
+def test_what_ends_an_upload_early_is_charged_only_while_other_files_get_through(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    replies = {
+        "BAD_RESPONSE": Reply(200, {}, {"fileUrl": URL}, close=True),  # of a body not yet sent
+        "CONFLICT": Reply(409, {}, {"fileUrl": URL, "code": "CONFLICT"}),
+        "NETWORK_RESET": Reply(reset=True),
+        "FRONTEND_5XX": Reply(507, {}, {"error": "No space left on device"}),
+    }
+    settings: dict[str, Any] = {"SYNC_RETRY_MAX": 2, "SYNC_RETRY_HOURS": 24}
+    calls = {
+        code: backend.end_call(events=0, seconds=LONG + number)
+        for number, code in enumerate(replies)
+    }
+    seqs = {code: call.seq("recording_file") for code, call in calls.items()}
+    frontend.on_head = early(replies, calls)
+
+    def assert_aside(tries: int, attempts: int) -> None:
+        result = agent.once(**settings)
+        assert result.returncode == 75, result.stderr
+        assert failures(db) == {seq: (code, tries, attempts) for code, seq in seqs.items()}
+
+    assert_aside(1, 0)  # nothing vouches for the frontend
+    for call in calls.values():
+        assert_not_uploaded(db, backend, call)
+    let_hours_pass(db, 72)
+    for tries, attempts in ((2, 0), (3, 1)):
+        backend.enqueue()  # an entry does not vouch for files
+        assert_aside(tries, attempts)
+        hold(db)
+        other = backend.end_call(events=0, seconds=0.1)  # another file does
+        assert agent.once(**settings).returncode == 75
+        assert other.call_log_id in frontend.files
+        let_hours_pass(db, 72)
+    assert not dead(db)
+    assert agent.once(**settings).returncode == 1
+    assert dead(db) == {seq: code for code, seq in seqs.items()}
+    for call in calls.values():
+        assert backend.upload_status(call) == ("upload_failed", None)
+        assert call.wav.is_file() and call.meta.is_file()
+        assert call.call_log_id not in frontend.files
+
+
+def test_a_body_that_was_moving_until_the_frontend_gave_up_is_never_charged(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0, seconds=LONG)
+    frontend.body_timeout = 2.0
+    frontend.read_rate = CRAWL
+    running = agent(**IMPATIENT)
+    for number in (1, 2, 3):
+        # Others go as soon as it is set aside, and vouch for the frontend.
+        other = backend.end_call(events=0, seconds=0.1)
+        wait_until_aside(db, running, call, "TOO_SLOW", number)
+        assert_not_uploaded(db, backend, call)
+        wait_for_file(frontend, other)
+        let_hours_pass(db, 72)
+    assert {request.status for request in long_uploads(frontend) if request.finished} == {408}
+    frontend.body_timeout, frontend.read_rate = 300.0, None
+    let_hours_pass(db, 72)
+    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not dead(db)
+
+
+@pytest.mark.slow
+def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    released = threading.Event()
+
+    def stop_reading(request: Request) -> None:
+        if is_long(request):
+            released.wait(120)
+
+    frontend.on_head = stop_reading
+    call = backend.end_call(events=0, seconds=LONG)
+    running = agent(**IMPATIENT)
+    request = frontend.wait(lambda: long_uploads(frontend)[0])
+    wait_for_entry(frontend, backend.enqueue())
+
+    def aside() -> bool:
+        return failures(db)[call.seq("recording_file")] == ("NETWORK_TIMEOUT", 1, 0)
+
+    wait_until(aside, 90, "the end of the upload", running.log)
+    assert time.monotonic() - request.started >= 55
+    assert_not_uploaded(db, backend, call)
+    released.set()
+    frontend.on_head = None
+    let_hours_pass(db, 72)
+    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not dead(db)
+
+
+@pytest.mark.slow
+def test_a_limit_below_the_rate_that_counts_as_stuck_does_not_end_an_upload(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0, seconds=0.6)  # 77 s at 250 bytes/s
+
+    result = agent.once(SYNC_UPLOAD_KBPS=2, timeout=150)
+
+    assert result.returncode == 0, result.stderr
+    [request] = frontend.of_kind("file")
+    assert request.finished is not None and request.finished - request.started > 60
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+
+
+def test_a_frontend_whose_disk_is_full_for_files_still_takes_entries(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    calls = [backend.end_call(events=0, seconds=0.1) for _ in range(6)]
+    frontend.on_file = lambda _: Reply(507, {}, {"error": "No space left on device"})
+    running = agent(**IMPATIENT)
+    running.wait_log("files: outage")
+    # Three days of it: entries go on, files wait, nothing is charged.
+    for _ in range(5):
+        let_hours_pass(db, 72)
+        seq = backend.enqueue()
+        wait_for_entry(frontend, seq)
+    waiting = [call.seq("recording_file") for call in calls]
+    assert db.pending() == waiting
+    assert not dead(db) and {state[2] for state in failures(db).values()} <= {0}
+    for call in calls:
+        assert_not_uploaded(db, backend, call)
+    assert len(frontend.of_kind("file")) < 40
+
+    frontend.on_file = None
+    running.hup()
+    let_hours_pass(db, 72)
+    wait_until(lambda: not db.pending(), what="the files", state=running.log)
+    running.wait_log("files: recovered after")
+    assert not dead(db)
+    for call in calls:
+        assert frontend.files[call.call_log_id].sha256 == call.sha256
