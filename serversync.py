@@ -1322,6 +1322,7 @@ create table serversync.counters (
 
 create table serversync.sender (
     only_row boolean primary key default true check (only_row),
+    id uuid not null default gen_random_uuid(),  -- tells this database from any other
     epoch bigint not null default 0,
     device text,
     root_id text
@@ -1439,7 +1440,8 @@ VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version
 SET_VERSION: Final = "insert into serversync.schema_version values (%(number)s)"
 # A new holder of the lock: results of an older epoch are worth nothing.
 TAKE_OVER: Final = """
-update serversync.sender set epoch = epoch + 1, device = %(device)s returning epoch, root_id
+update serversync.sender set epoch = epoch + 1, device = %(device)s
+returning id::text, epoch, root_id
 """
 ADOPT_ROOT: Final = "update serversync.sender set root_id = %(root_id)s"
 
@@ -1494,6 +1496,9 @@ where not exists (
     select from sync_outbox o where o.id = f.outbox_id and o.processed_at is null)
 """
 
+# Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
+# entry of its call that became visible behind the pass.
+LAST: Final = "select coalesce(max(id), 0) from sync_outbox where processed_at is null"
 # The next batch as finished JSON. A row lock is never taken; the partial index gives the order.
 #   picked    pending entries after the last id seen, none whose lane waits or is left out; an
 #             entry that became due behind that id keeps its lane waiting until the next pass
@@ -1507,7 +1512,8 @@ with picked as materialized (
     cross join lateral (
         select id, entity_type, entity_id, payload, created_at, op::text as op
         from sync_outbox
-        where processed_at is null and entity_type <> 'recording_file' and id > %(after)s::bigint
+        where processed_at is null and entity_type <> 'recording_file'
+          and id > %(after)s::bigint and id <= %(until)s::bigint
           and (%(skip)s::text[] = '{}'
                or serversync.lane(payload, entity_id) <> all (%(skip)s::text[]))
           and (not exists (select from serversync.failures) or coalesce((
@@ -1523,7 +1529,7 @@ with picked as materialized (
         order by id limit %(size)s::int) as o
 ), sized as (
     select *, sum(stored) over (order by id) - stored as before from picked
-), texts as (
+), texts as materialized (
     select o.id, serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op,
                                   r.id is not null, r.s3_url) as entry
     from sized o
@@ -1537,7 +1543,8 @@ with picked as materialized (
 )
 select string_agg(id::text, ',' order by id), string_agg(size::text, ',' order by id),
        case when max(size) <= %(bytes)s::bigint then
-           convert_to('{"entries":[' || string_agg(entry, ',' order by id) || ']}', 'UTF8') end
+           convert_to('{"entries":[' || string_agg(entry, ',' order by id)
+               filter (where size <= %(bytes)s::bigint) || ']}', 'UTF8') end
 from measured where total <= %(bytes)s::bigint or total = size
 """
 # A piece of one large entry, with the digest of the whole: all pieces must be of one text.
@@ -1795,7 +1802,8 @@ class Database:
         self.conn: psycopg.Connection[Any] | None = None
         self.locked = False
         self.epoch = 0
-        self.valid_from = 0  # results of epochs before this one are worth nothing
+        self.generation = 0  # another sender came between: older results are worth nothing
+        self._database = ""
         self.root_id: str | None = None
         self.used = 0.0  # when the server last answered
         self.optional_due = float("inf")  # for the index and the trigger
@@ -1830,6 +1838,13 @@ class Database:
         except (psycopg.Error, Lost) as error:
             self.close()
             raise Unavailable(f"the database is not there: {error}") from None
+
+    def use(self, url: str, device: str) -> None:
+        """Another URL or name: from the next connection on. A result that waits stays valid only
+        if it is the same database still."""
+        if (self.url, self.device) != (url, device):
+            self.close()
+            self.url, self.device = url, device
 
     def close(self) -> None:
         if self.conn is not None:
@@ -1889,10 +1904,10 @@ class Database:
         if not self.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
             return False
         self._prepare()
-        before = self.epoch
-        self.epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
-        if self.epoch != before + 1:
-            self.valid_from = self.epoch
+        before = (self._database, self.epoch + 1)
+        self._database, self.epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
+        if (self._database, self.epoch) != before:
+            self.generation += 1
         self.run("listen serversync")
         self._notifications += 1  # nobody knows what came before
         self.locked = True
@@ -1994,9 +2009,21 @@ class Database:
 
     # --- entries --------------------------------------------------------------------------------
 
-    def fetch(self, after: int, size: int, limit: int, skip: Sequence[str], fresh: bool) -> Batch:
-        limit -= len(BODY_HEAD) + len(BODY_TAIL)
-        rows = self.run(FETCH, after=after, size=size, bytes=limit, skip=list(skip), fresh=fresh)
+    def last(self) -> int:
+        return int(self.run(LAST)[0][0])
+
+    def fetch(
+        self, after: int, until: int, size: int, limit: int, skip: Sequence[str], fresh: bool
+    ) -> Batch:
+        rows = self.run(
+            FETCH,
+            after=after,
+            until=until,
+            size=size,
+            bytes=limit - len(BODY_HEAD) - len(BODY_TAIL),
+            skip=list(skip),
+            fresh=fresh,
+        )
         seqs, sizes, body = rows[0]
         if not seqs:
             return Batch([], [], b"")
@@ -2962,6 +2989,7 @@ class Agent:
         self._unverified: dict[int, tuple[str, str, Answer]] = {}
         self._nested_until = 0.0  # not 0: we are between two chunks of an upload
         self._blind = False  # until the end of this upload
+        self._travelling: list[str] = []  # the lane of the file that is being uploaded
         self._heard = self._heard_between = 0
         self._looked = self._between_at = 0.0
 
@@ -2969,15 +2997,15 @@ class Agent:
 
     def record(self, write: Callable[[], object]) -> None:
         """Writes a result down before anything else is sent. It may take for ever."""
-        self._unrecorded.append((self.db.epoch, write))
+        self._unrecorded.append((self.db.generation, write))
         self.settle()
 
     def settle(self) -> None:
         """A result that cannot be recorded is kept: sending it again would not make it better."""
         tries = 0
         while self._unrecorded:
-            epoch, write = self._unrecorded[0]
-            if epoch < self.db.valid_from:
+            generation, write = self._unrecorded[0]
+            if generation != self.db.generation:
                 say(
                     logging.WARNING,
                     "fenced",
@@ -3151,13 +3179,16 @@ class Agent:
     def pass_entries(self, skip: Sequence[str], fresh: bool) -> int:
         """One pass over the entries: how many were sent."""
         sent = after = 0
+        until = self.db.last()
         door = self.entries
         was_out = door.outage is not None
         while True:
             self.process.check()
             self.process.progress()
-            out = [*skip, *(aside.lane for aside in door.aside)]
-            batch = self.db.fetch(after, door.size, self.config.batch_bytes, out, fresh)
+            # An upload's own call waits for it: a `recording` that the frontend stores after the
+            # file, but that was written before its answer came, would undo the upload.
+            out = [*skip, *(aside.lane for aside in door.aside), *self._travelling]
+            batch = self.db.fetch(after, until, door.size, self.config.batch_bytes, out, fresh)
             if not batch.seqs:
                 return sent
             after = batch.seqs[-1]
@@ -3339,6 +3370,7 @@ class Agent:
             up = time.monotonic() - self.started
             waited += min(max(entry.since_look, 0.0), up, 2 * BACKOFF_CAP)
         grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
+        self._travelling = [entry.lane]
         try:
             verdict = self._upload(entry, grace_over)
         except Gone as trouble:
@@ -3354,7 +3386,7 @@ class Agent:
                 Fate.ASIDE, "UNKNOWN", "an error of serversync's own: see the journal"
             )
         finally:
-            self._blind = False
+            self._blind, self._travelling = False, []
         if verdict.fate is Fate.OUTAGE:
             self.begin_outage(self.files, verdict)
         elif verdict.fate is not Fate.SENT:
@@ -3653,7 +3685,7 @@ class Agent:
         with contextlib.suppress(Lost):
             self._wait(seconds, deaf=True)
         self.process.check()
-        if self.process.reload and not self._unrecorded:
+        if self.process.reload:
             self.reload()
 
     def rest(self) -> None:
@@ -3715,12 +3747,7 @@ class Agent:
 
     def _use(self, config: Config) -> None:
         configure_logging(config)
-        if (config.database_url, config.device_id) != (
-            self.config.database_url,
-            self.config.device_id,
-        ):
-            self.db.close()
-            self.db = Database(config.database_url, config.device_id, self.process)
+        self.db.use(config.database_url, config.device_id)
         self.frontend.close()
         self.frontend = Frontend(config, self.process)
         self.recordings = Recordings(config.recordings_dir, config.extra_files)

@@ -1,0 +1,98 @@
+"""Where two things happen at once: entries and the file of their call, a late commit and a pass."""
+
+from __future__ import annotations
+
+import uuid
+
+from agent import AgentFactory
+from backend import Backend
+from frontend import Frontend, Reply, Request
+from ledger import failures
+from pg import Database
+from waiting import wait_until
+
+
+def test_an_entry_of_the_call_whose_file_travels_waits_for_the_answer_and_undoes_nothing(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    call = backend.end_call()
+    other: list[int] = []
+
+    def slow_answer(request: Request) -> Reply:
+        transcript = {"callLogId": call.call_log_id, "uploadStatus": "local_only", "text": "hello"}
+        backend.enqueue("recording", transcript, entity_id=call.recording_id)
+        other.append(backend.enqueue())
+        assert request.file
+        # The frontend has the file by now, and is only slow to say so.
+        return Reply(200, body={"fileUrl": frontend.file_url(request.file)}, store=True, delay=4)
+
+    frontend.on_file = slow_answer
+    assert agent.once().returncode == 0
+    assert frontend.store[call.recording_id]["payload"]["text"] == "hello"
+    assert frontend.playable(call.recording_id), "the transcript undid the upload"
+    log = frontend.log
+    file = next(i for i, item in enumerate(log) if item[0] == "file")
+    late = {*range(call.seqs[-1] + 1, other[0] + 2)} - set(other)
+    transcript_at = next(i for i, item in enumerate(log) if item[0] == "entry" and item[2] in late)
+    assert file < transcript_at
+    finished = frontend.of_kind("file")[0].finished
+    overtaking = next(r for r in frontend.of_kind("entries") if other[0] in seqs(r))
+    assert finished and overtaking.started < finished, "another call's entry waited for the file"
+
+
+def seqs(request: Request) -> list[int]:
+    return [entry["seq"] for entry in request.entries or []]
+
+
+def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_later_one_of_its_call(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    call, recording = str(uuid.uuid4()), str(uuid.uuid4())
+    with db.connect(autocommit=False) as late:
+        payload = {"callLogId": call, "text": "old"}
+        first = backend.enqueue("recording", payload, recording, connection=late)
+        for _ in range(3):
+            backend.enqueue()
+        last: list[int] = []
+
+        def commit_behind_the_pass(_: Request) -> None:
+            if not last:
+                late.commit()
+                payload = {"callLogId": call, "text": "new"}
+                last.append(backend.enqueue("recording", payload, recording))
+
+        frontend.on_entries = commit_behind_the_pass
+        assert agent.once(SYNC_BATCH_SIZE=1).returncode == 0
+    order = frontend.seqs()
+    assert order.index(first) < order.index(last[0])
+    assert frontend.store[recording]["payload"]["text"] == "new"
+
+
+def test_a_reload_while_a_result_cannot_be_recorded_is_done_and_does_not_spin(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    with db.admin() as admin:
+        admin.execute(
+            "create function no() returns trigger language plpgsql as $$ begin "
+            "raise exception 'disk full' using errcode = '53100'; end $$"
+        )
+        admin.execute(
+            "create trigger no before update on sync_outbox for each row execute function no()"
+        )
+    seq = backend.enqueue()
+    running = agent()
+    running.wait_log("cannot be recorded")
+    rollbacks = "select xact_rollback from pg_stat_database where datname = current_database()"
+    before = db.value(rollbacks)
+    running.hup()
+    running.wait_log("the configuration was read again")
+    running.hup()
+    wait_until(lambda: len(running.lines("read again")) == 2, what="the second reload")
+    assert db.value(rollbacks) - before < 50, "a busy loop"
+    with db.admin() as admin:
+        admin.execute("drop trigger no on sync_outbox")
+    wait_until(lambda: not db.pending(), 60, what="the result to be recorded", state=running.log)
+    assert frontend.seqs() == [seq], "it was sent again"
+    assert not failures(db)

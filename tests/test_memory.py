@@ -1,0 +1,292 @@
+"""Memory of the byte-compiled module, as it is installed: flat, whatever waits, however large."""
+
+import contextlib
+import os
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from agent import PROGRAM, PYTHON, REPOSITORY, agent_env
+from backend import Backend, Call
+from frontend import Frontend, Reply, Request
+from ledger import dead, failures
+from pg import Database
+
+MIB = 1024 * 1024
+# How much more than a process that has only imported what the agent needs.
+TIMES = 1.25
+LIMIT = 48 * MIB
+
+BARE = "import psycopg, urllib3, systemd.daemon, systemd.journal\ncode = 0\n"
+AGENT = (
+    "import sys\nsys.path.insert(0, sys.argv.pop(1))\nimport serversync\ncode = serversync.main()\n"
+)
+# The peak is gone with the process: it says it itself, last.
+PEAK = """
+for line in open("/proc/self/status"):
+    if line.startswith("VmHWM:"):
+        print("peak", line.split()[1], flush=True)
+raise SystemExit(code)
+"""
+COMPILE = "import py_compile, sys\npy_compile.compile(sys.argv[1], sys.argv[2], doraise=True)\n"
+LARGE = """
+    INSERT INTO sync_outbox (entity_type, entity_id, payload)
+    SELECT 'call_log', gen_random_uuid(), jsonb_build_object('text', string_agg(md5(n::text), ''))
+    FROM generate_series(1, %s::int) AS n RETURNING id
+"""
+HUGE = """
+    INSERT INTO sync_outbox (entity_type, entity_id, payload)
+    VALUES ('call_log', gen_random_uuid(), jsonb_build_object('text', repeat('x', %s)))
+    RETURNING id
+"""
+FAIL = """
+    INSERT INTO serversync.failures (outbox_id, entity_type, is_file, lane, tries, attempts,
+        successes, next_attempt_at, error_code, error)
+    SELECT id, entity_type, false, serversync.lane(payload, entity_id), 3, 0, 0,
+           now() + interval '10 minutes', 'FRONTEND_5XX', repeat('the frontend has trouble ', 10)
+    FROM sync_outbox WHERE processed_at IS NULL
+"""
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with nothing but the byte-compiled module."""
+    directory = tmp_path_factory.mktemp("compiled")
+    command = [str(REPOSITORY / PYTHON), "-c", COMPILE, str(REPOSITORY / PROGRAM)]
+    subprocess.run([*command, directory / "serversync.pyc"], check=True)
+    return directory
+
+
+def python(
+    code: str, *args: str, env: Mapping[str, str], prefix: Sequence[str] = ()
+) -> tuple[int, int]:
+    """Run some Python; its exit code and its peak RSS in KiB."""
+    done = subprocess.run(
+        [*prefix, str(REPOSITORY / PYTHON), "-c", code + PEAK, *args],
+        env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **env},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    print(done.stderr[-3000:])  # for the report of a test that fails
+    said = done.stdout.split()
+    assert said[-2:-1] == ["peak"], f"it ended with {done.returncode}: {done.stdout}"
+    return done.returncode, int(said[-1])
+
+
+@pytest.fixture(scope="session")
+def bare(compiled: Path) -> int:
+    """The least peak, in KiB, of a process that has only imported what the agent needs."""
+    return min(python(BARE, env={})[1] for _ in range(3))
+
+
+class Meter:
+    """Runs `once` of the byte-compiled module, and compares its peak."""
+
+    def __init__(
+        self,
+        compiled: Path,
+        bare: int,
+        env: Mapping[str, str],
+        record: Callable[[str, object], None],
+    ) -> None:
+        self.compiled, self.bare, self.env, self.record = compiled, bare, env, record
+
+    def once(self, prefix: Sequence[str] = (), **settings: object) -> int:
+        """The exit code; the peak is within the limit, and written into the report."""
+        env = {**self.env, **{name: str(value) for name, value in settings.items()}}
+        code, peak = python(AGENT, str(self.compiled), "once", env=env, prefix=prefix)
+        self.record("bare_kib", self.bare)
+        self.record("peak_kib", peak)
+        self.record("times", round(peak / self.bare, 3))
+        assert peak <= TIMES * self.bare, f"{peak} KiB is {peak / self.bare:.2f} times {self.bare}"
+        return code
+
+
+@pytest.fixture
+def meter(
+    compiled: Path,
+    bare: int,
+    db: Database,
+    frontend: Frontend,
+    backend: Backend,
+    record_property: Callable[[str, object], None],
+) -> Meter:
+    return Meter(compiled, bare, agent_env(db, frontend, backend), record_property)
+
+
+class Sink:
+    """A frontend's hook that reads and confirms all and keeps only numbers: it must be quick."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.largest = 0
+        self.files: list[int] = []
+        frontend.history = False
+        frontend.on_head = self._confirm
+
+    def _confirm(self, request: Request) -> Reply:
+        if request.kind == "file":
+            self.files.append(request.length)
+        else:
+            self.largest = max(self.largest, request.length)
+        answer = {"ok": True, "fileUrl": "https://frontend.example/mixed.wav"}
+        return Reply(body=answer, after=request.length)
+
+
+def end_long_call(backend: Backend, size: int) -> Call:
+    """A call with a recording of that size that takes no room on the disk."""
+    call = backend.end_call()
+    os.truncate(call.wav, size)
+    return call
+
+
+def sent(db: Database) -> int:
+    """How many JSON entries were confirmed."""
+    count: int = db.value("SELECT sum(entries) FROM serversync.deliveries WHERE kind = 'entries'")
+    return count
+
+
+def wait_all(db: Database) -> None:
+    """Everything pending has failed before and waits."""
+    db.execute(FAIL)
+    db.execute("ANALYZE serversync.failures")
+
+
+# -- each alone ----------------------------------------------------------------------------------
+
+
+def test_memory_stays_flat_while_a_backlog_is_drained(
+    meter: Meter, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    Sink(frontend)
+    backend.enqueue_many(50_000)
+    assert meter.once(SYNC_BATCH_SIZE=1000) == 0
+    assert sent(db) == 50_000 and not db.pending()
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_while_a_million_entries_are_drained(
+    meter: Meter, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    Sink(frontend)
+    backend.enqueue_many(1_000_000)
+    db.execute("ANALYZE sync_outbox")
+    assert meter.once(SYNC_BATCH_SIZE=1000) == 0
+    assert sent(db) == 1_000_000 and not db.pending()
+
+
+def test_memory_stays_flat_while_a_gibibyte_is_uploaded(
+    meter: Meter, backend: Backend, frontend: Frontend
+) -> None:
+    sink = Sink(frontend)
+    call = end_long_call(backend, 1024 * MIB)
+    assert meter.once() == 0
+    assert len(sink.files) == 1 and sink.files[0] > 1024 * MIB
+    assert not call.directory.exists()
+
+
+def test_memory_stays_flat_while_an_entry_of_seven_mebibytes_is_sent(
+    meter: Meter, db: Database, frontend: Frontend
+) -> None:
+    sink = Sink(frontend)
+    db.execute(LARGE, (7 * MIB // 32,))
+    assert meter.once() == 0
+    assert sink.largest > 7 * MIB and not db.pending()
+
+
+def test_payload_of_64_mebibytes_is_dead_without_being_loaded(
+    meter: Meter, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    Sink(frontend)
+    seq = db.value(HUGE, (64 * MIB,))
+    backend.enqueue_many(10)
+    assert meter.once() == 1
+    assert dead(db) == {seq: "TOO_LARGE"} and not db.pending()
+    assert sent(db) == 10
+
+
+def test_memory_stays_flat_with_a_hundred_thousand_failures(
+    meter: Meter, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    Sink(frontend)
+    assert meter.once() == 0  # makes the schema
+    backend.enqueue_many(100_000)
+    wait_all(db)
+    backend.enqueue_many(3000)
+    assert meter.once() == 75
+    assert sent(db) == 3000
+    assert db.value("SELECT count(*) FROM serversync.failures") == 100_000
+
+
+def test_memory_stays_flat_when_everything_is_rejected_at_once(
+    meter: Meter, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    page = "<html>" + "x" * 200_000
+    frontend.history = False
+    frontend.on_head = lambda request: Reply(500, body=page, after=request.length)
+    backend.enqueue_many(20_000)
+    assert meter.once(SYNC_BATCH_SIZE=1000) == 69
+    assert len(db.pending()) == 20_000 and failures(db) == {}
+
+
+# -- all at once, and enforced -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """A memory cgroup of our own, version 1 or 2; skips where there is none to be had."""
+    name = f"serversync-test-{uuid.uuid4().hex[:8]}"
+    root = Path("/sys/fs/cgroup")
+    try:
+        if (root / "memory" / "memory.limit_in_bytes").exists():
+            group = root / "memory" / name
+            group.mkdir()
+            (group / "memory.limit_in_bytes").write_text(str(limit))
+        else:
+            (root / "cgroup.subtree_control").write_text("+memory")
+            group = root / name
+            group.mkdir()
+            (group / "memory.max").write_text(str(limit))
+            with contextlib.suppress(OSError):  # a kernel without swap accounting
+                (group / "memory.swap.max").write_text("0")
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_everything_at_once_fits_into_a_memory_cgroup_of_48_mebibytes(
+    meter: Meter,
+    backend: Backend,
+    db: Database,
+    frontend: Frontend,
+    record_property: Callable[[str, object], None],
+) -> None:
+    sink = Sink(frontend)
+    assert meter.once() == 0  # makes the schema
+    backend.enqueue_many(10_000)
+    wait_all(db)
+    db.execute(LARGE, (7 * MIB // 32,))
+    huge = db.value(HUGE, (64 * MIB,))
+    backend.enqueue_many(10_000)
+    call = end_long_call(backend, 1024 * MIB)
+    with memory_cgroup(LIMIT) as group:
+        enter = ["sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(group)]
+        code = meter.once(prefix=enter, SYNC_BATCH_SIZE=1000)
+        for file in ("memory.max_usage_in_bytes", "memory.peak", "memory.failcnt"):
+            if (group / file).exists():
+                record_property(file, int((group / file).read_text()))
+        events = group / "memory.events"
+        assert not events.exists() or "oom_kill 0" in events.read_text()
+    assert code == 1  # the one that is too large
+    assert dead(db) == {huge: "TOO_LARGE"}
+    assert sent(db) == 10_000 + 1 + 4 and sink.largest > 7 * MIB
+    assert len(sink.files) == 1 and not call.directory.exists()
+    assert len(db.pending()) == 10_000

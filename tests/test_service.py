@@ -1,0 +1,615 @@
+"""The agent as a service: waking up, notifying systemd, stopping, reloading, reconnecting."""
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent import Agent, AgentFactory, NotifySocket
+from backend import Backend
+from frontend import Frontend, Reply
+from pg import Database
+from proxy import Proxy
+from waiting import wait_until
+
+# The shortest one that is accepted (the database's deadline is 20 s): a ping every 10.25 s.
+WATCHDOG_USEC = 41_000_000
+PING = WATCHDOG_USEC / 1e6 / 4
+# Promised are two seconds; the machine may be busy with other tests.
+STOP_WITHIN = 4.0
+
+
+def no_trigger(db: Database) -> None:
+    db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
+
+
+def set_interval(db: Database, value: str) -> None:
+    """Set system_settings.extra.syncIntervalSec to some JSON, and let the agent look."""
+    db.execute(
+        "UPDATE system_settings SET extra = jsonb_build_object('syncIntervalSec', %s::jsonb)",
+        (value,),
+    )
+    db.execute("NOTIFY serversync")
+
+
+# -- waking up -----------------------------------------------------------------------------------
+
+
+def test_call_that_ends_is_on_the_frontend_within_two_seconds(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    agent().wait_sentence("idle")
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.playable(call.recording_id), 2, "the whole call")
+    json_seqs = [seq for seq in call.seqs if seq != call.seq("recording_file")]
+    assert frontend.seqs() == json_seqs
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+
+
+def test_call_that_ends_without_the_trigger_arrives_within_one_polling_interval(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    agent(SYNC_POLL_INTERVAL_SEC=2).wait_sentence("idle")
+    no_trigger(db)
+    call = backend.end_call(recording=False)
+    ended = time.monotonic()
+    frontend.wait(lambda: frontend.received(call.call_log_id))
+    assert frontend.requests[0].started - ended < 2 + 1.5
+
+
+def test_stopped_agent_sends_nothing_and_catches_up_oldest_first_when_started_again(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    running = agent()
+    backend.end_call(recording=False)
+    frontend.wait(lambda: not db.pending())
+    running.stop()
+    before = len(frontend.requests)
+
+    first, last = backend.enqueue_many(120)
+    call = backend.end_call()
+    assert len(frontend.requests) == before
+    assert db.pending() == [*range(first, last + 1), *call.seqs]
+
+    agent(SYNC_BATCH_SIZE=10)  # and a polling interval of 300 s: not one batch an interval
+    frontend.wait(lambda: not db.pending(), what="all that piled up")
+    assert frontend.seqs()[-124:] == [*range(first, last + 1), *call.seqs[:4]]
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+
+
+def test_interval_in_system_settings_overrides_the_configured_one_without_a_restart(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    agent(SYNC_POLL_INTERVAL_SEC=300).wait_sentence("idle")
+    no_trigger(db)
+    set_interval(db, "0.3")
+    for _ in range(3):
+        backend.enqueue()
+        frontend.wait(lambda: not db.pending(), 6, "an entry nobody told of")
+
+
+@pytest.mark.parametrize("value", ["0", "-5", '"soon"', "null", "true", "[1]", "1e300", "1e-9"])
+def test_nonsense_interval_in_system_settings_is_ignored(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, value: str
+) -> None:
+    log_statements(db)
+    running = agent(SYNC_POLL_INTERVAL_SEC=0.7)
+    running.wait_sentence("idle")
+    no_trigger(db)
+    set_interval(db, value)
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), 6, "an entry nobody told of")
+    before = statements(db)
+    pause(0.7)
+    assert statements(db) - before < 30, "a busy loop"
+    assert not running.lines("failed")
+
+
+# -- what idleness costs -------------------------------------------------------------------------
+
+
+def log_statements(db: Database) -> None:
+    """Have the server log each statement of sessions that begin after this."""
+    with db.admin() as admin:
+        admin.execute(f"ALTER DATABASE {db.name} SET log_statement = 'all'")
+
+
+def statements(db: Database) -> int:
+    """How many statements the agent's present session has run so far."""
+    pid = db.value(
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'serversync'"
+        " AND datname = current_database()"
+    )
+    lines = db.cluster.log().splitlines()
+    return sum(f"[{pid}]" in line and "LOG:  " in line for line in lines)
+
+
+def pause(seconds: float) -> None:
+    """Let time pass in which nothing, or little, must happen."""
+    threading.Event().wait(seconds)
+
+
+def test_idle_agent_runs_one_or_two_statements_a_polling_interval(
+    agent: AgentFactory, db: Database, record_property: Callable[[str, object], None]
+) -> None:
+    log_statements(db)
+    agent(SYNC_POLL_INTERVAL_SEC=1).wait_sentence("idle")
+    before = statements(db)
+    pause(4)
+    during = statements(db) - before
+    record_property("statements_in_4_intervals", during)
+    assert 3 <= during <= 10
+
+
+def test_idle_agent_on_a_unix_socket_is_asleep(
+    agent: AgentFactory, db: Database, record_property: Callable[[str, object], None]
+) -> None:
+    log_statements(db)
+    running = agent(DATABASE_URL=db.socket_url, strace=["-e", "trace=all"])
+    running.wait_sentence("idle")
+    before, calls = statements(db), running.strace_path.stat().st_size
+    pause(3)
+    assert statements(db) == before
+    grown = running.strace_path.stat().st_size - calls
+    record_property("bytes_of_strace_in_3_seconds", grown)
+    assert grown < 1000, running.strace_path.read_text()[-grown:]
+
+
+# -- systemd -------------------------------------------------------------------------------------
+
+
+def test_service_tells_systemd_ready_then_its_sentence_then_stopping(
+    agent: AgentFactory, backend: Backend, notify: NotifySocket
+) -> None:
+    running = agent(notify=notify)
+    ready = notify.wait_for("READY=1")
+    idle = notify.wait_for("STATUS=idle", since=ready)
+    backend.end_call(recording=False)
+    sent = notify.wait_for("STATUS=sent 3 entries", since=idle)
+    assert running.stop()[0] == 0
+    notify.wait_for("STOPPING=1", since=sent)
+
+
+def test_watchdog_is_fed_while_a_frontend_hangs_and_the_request_ends_at_its_deadline(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
+) -> None:
+    frontend.on_entries = lambda request: Reply(stall=60)
+    backend.enqueue()
+    running = agent(notify=notify, WATCHDOG_USEC=WATCHDOG_USEC, SYNC_TIMEOUT_SEC=13)
+    frontend.wait(lambda: frontend.requests)
+    began = frontend.requests[0].started
+    assert notify.wait_for("WATCHDOG=1", since=began) < began + 13
+    running.wait_log("did not answer in time")
+    assert 12 < time.monotonic() - began < 13 + 5
+    assert running.running
+
+
+def test_answer_that_comes_a_byte_at_a_time_ends_at_the_deadline(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    frontend.on_entries = lambda request: Reply(body={"ok": True}, trickle=0.4)
+    backend.enqueue()
+    running = agent(SYNC_TIMEOUT_SEC=2)
+    frontend.wait(lambda: frontend.requests)
+    running.wait_log("did not answer in time", timeout=10)
+
+
+def test_answer_to_an_upload_that_comes_a_byte_at_a_time_ends_at_the_deadline(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    frontend.on_file = lambda request: Reply(body={"fileUrl": "http://f/x"}, trickle=0.4)
+    call = backend.end_call()
+    running = agent(SYNC_TIMEOUT_SEC=2)
+    frontend.wait(lambda: [request for request in frontend.of_kind("file") if request.finished])
+    running.wait_log("did not answer in time", timeout=10)
+    assert backend.upload_status(call) == ("local_only", None)
+
+
+def test_watchdog_gets_nothing_from_a_loop_that_is_stuck(
+    agent: AgentFactory, notify: NotifySocket
+) -> None:
+    running = agent(
+        notify=notify,
+        WATCHDOG_USEC=WATCHDOG_USEC,
+        SYNC_TIMEOUT_SEC=10,
+        SYNC_POLL_INTERVAL_SEC=0.5,  # such a loop pings as soon as a ping is due
+    )
+    notify.wait_for("WATCHDOG=1")
+    running.wait_sentence("idle")
+    running.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    pause(PING + 1.5)
+    assert not [when for when, _ in notify.values("WATCHDOG") if when > stopped]
+    running.signal(signal.SIGCONT)
+    notify.wait_for("WATCHDOG=1", 5, since=stopped)
+
+
+def test_watchdog_that_deadlines_could_outlast_is_refused(
+    agent: AgentFactory, notify: NotifySocket
+) -> None:
+    running = agent(notify=notify, WATCHDOG_USEC=30_000_000)
+    assert running.wait() == 78
+    assert "WatchdogSec (30)" in running.log()
+    assert "not configured" in notify.status
+
+
+# -- SIGHUP --------------------------------------------------------------------------------------
+
+
+def test_sighup_takes_a_good_configuration_and_tells_systemd(
+    agent: AgentFactory,
+    frontend: Frontend,
+    backend: Backend,
+    notify: NotifySocket,
+    tmp_path: Path,
+) -> None:
+    running = agent(notify=notify)
+    running.wait_sentence("idle")
+    with Frontend(tmp_path / "other") as other:
+        running.update_env(agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=1))
+        asked = time.monotonic()
+        running.hup()
+        reloading = notify.wait_for("RELOADING=1", since=asked)
+        notify.wait_for("READY=1", since=reloading)
+        stamps = [int(value) / 1e6 for _, value in notify.values("MONOTONIC_USEC")]
+        assert len(stamps) == 1 and asked <= stamps[0] <= reloading
+        together = [m for _, m in notify.messages if "RELOADING=1" in m]
+        assert "MONOTONIC_USEC=" in together[0]
+
+        call = backend.end_call(recording=False)
+        other.wait(lambda: other.seqs() == call.seqs)
+        assert [len(request.entries) for request in other.requests] == [1, 1, 1]
+    assert not frontend.requests
+
+
+def test_sighup_refuses_a_bad_configuration_with_all_reasons_and_keeps_the_old_one(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
+) -> None:
+    running = agent(notify=notify)
+    running.wait_sentence("idle")
+    running.update_env(
+        agent.env(SYNC_BATCH_SIZE=0, SYNC_BACH_BYTES=1, FRONTEND_BASE_URL="ftp://elsewhere")
+    )
+    asked = time.monotonic()
+    running.hup()
+    notify.wait_for("READY=1", since=notify.wait_for("RELOADING=1", since=asked))
+    said = "\n".join(running.lines("the old configuration stays"))
+    assert "SYNC_BATCH_SIZE must be" in said
+    assert "did you mean SYNC_BATCH_BYTES?" in said
+    assert "FRONTEND_BASE_URL must be" in said
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.playable(call.recording_id))
+    assert running.running
+
+
+def test_sighup_with_another_database_url_moves_to_that_database(
+    agent: AgentFactory, frontend: Frontend, db: Database
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    second = Database(db.cluster)
+    try:
+        running.update_env(agent.env(DATABASE_URL=second.url))
+        running.hup()
+        running.wait_log("was read again")
+        second.execute(
+            "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+            " VALUES ('schedule', gen_random_uuid(), '{}')"
+        )
+        frontend.wait(lambda: not second.pending())
+        left = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'serversync'"
+        assert db.value(f"{left} AND datname = current_database()") == 0
+        running.close()
+    finally:
+        second.drop()
+
+
+# -- the end -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def blackhole() -> Iterator[str]:
+    """A URL where connects neither succeed nor fail: a listener with a full backlog."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def silent_listener() -> Iterator[str]:
+    """A URL whose server accepts and then never says a word: no TLS handshake comes to its end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"https://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def sockets_to(url: str, kind: str) -> int:
+    """How many of this machine's sockets to that port are in a state (01 open, 02 connecting)."""
+    port = int(url.rpartition(":")[2])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == kind for row in rows)
+
+
+class Stage:
+    """What a situation needs: everything of one test."""
+
+    def __init__(self, factory: AgentFactory, frontend: Frontend, backend: Backend) -> None:
+        self.start = factory
+        self.frontend = frontend
+        self.backend = backend
+        self.stack = contextlib.ExitStack()
+
+
+def in_a_hanging_request(stage: Stage) -> Agent:
+    stage.frontend.on_entries = lambda request: Reply(stall=60)
+    running = stage.start()
+    stage.frontend.wait(lambda: stage.frontend.requests[0].entries)
+    return running
+
+
+def in_an_answer_that_trickles(stage: Stage) -> Agent:
+    stage.frontend.on_entries = lambda request: Reply(body={"ok": True}, trickle=0.4)
+    running = stage.start()
+    stage.frontend.wait(lambda: stage.frontend.requests[0].finished)
+    return running
+
+
+def in_an_upload(stage: Stage) -> Agent:
+    stage.frontend.on_head = lambda request: (
+        None if request.kind != "file" else setattr(stage.frontend, "read_rate", 100_000)
+    )
+    running = stage.start()
+    stage.frontend.wait(lambda: stage.frontend.of_kind("file")[0].received > 50_000)
+    return running
+
+
+def in_a_stalled_upload(stage: Stage) -> Agent:
+    stage.frontend.on_head = lambda request: Reply(stall=60) if request.kind == "file" else None
+    running = stage.start()
+    stage.frontend.wait(lambda: stage.frontend.of_kind("file"))
+    return running
+
+
+def in_the_wait_for_an_upload_s_answer(stage: Stage) -> Agent:
+    stage.frontend.on_file = lambda request: Reply(stall=60)
+    running = stage.start()
+    stage.frontend.wait(lambda: stage.frontend.of_kind("file")[0].file)
+    return running
+
+
+def in_a_connect_that_hangs(stage: Stage) -> Agent:
+    url = stage.stack.enter_context(blackhole())
+    waiting = sockets_to(url, "02")
+    running = stage.start(FRONTEND_BASE_URL=url)
+    wait_until(lambda: sockets_to(url, "02") > waiting, what="a connect under way")
+    return running
+
+
+def in_a_tls_handshake_that_hangs(stage: Stage) -> Agent:
+    url = stage.stack.enter_context(silent_listener())
+    running = stage.start(FRONTEND_BASE_URL=url)
+    wait_until(lambda: sockets_to(url, "01"), what="a connection")
+    return running
+
+
+def in_an_outage(stage: Stage) -> Agent:
+    stage.frontend.stop()
+    running = stage.start()
+    running.wait_log("outage")
+    return running
+
+
+def without_a_database(stage: Stage) -> Agent:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    running = stage.start(DATABASE_URL=f"postgresql://voicebot@127.0.0.1:{port}/x")
+    running.wait_log("the database is not there")
+    return running
+
+
+def in_a_database_connect_that_hangs(stage: Stage) -> Agent:
+    url = stage.stack.enter_context(silent_listener())
+    running = stage.start(DATABASE_URL=url.replace("https://", "postgresql://voicebot@") + "/x")
+    wait_until(lambda: sockets_to(url, "01"), what="a connection")
+    return running
+
+
+def in_a_statement_that_hangs(stage: Stage) -> Agent:
+    lock = stage.stack.enter_context(stage.backend.db.connect(autocommit=False))
+    running = stage.start()
+    stage.frontend.wait(lambda: not stage.backend.db.pending())
+    lock.execute("LOCK TABLE sync_outbox")
+    stage.backend.db.execute("NOTIFY serversync")
+    wait_until(
+        lambda: stage.backend.db.value(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND datname = current_database()"
+        ),
+        what="a statement that waits",
+    )
+    return running
+
+
+def idle(stage: Stage) -> Agent:
+    running = stage.start()
+    stage.frontend.wait(lambda: not stage.backend.db.pending())
+    return running
+
+
+def as_standby(stage: Stage) -> Agent:
+    idle(stage)
+    running = stage.start()
+    running.wait_log("standby")
+    return running
+
+
+DELIVERED = (in_a_statement_that_hangs, idle, as_standby)
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        in_a_hanging_request,
+        in_an_answer_that_trickles,
+        in_an_upload,
+        in_a_stalled_upload,
+        in_the_wait_for_an_upload_s_answer,
+        in_a_connect_that_hangs,
+        in_a_tls_handshake_that_hangs,
+        in_an_outage,
+        without_a_database,
+        in_a_database_connect_that_hangs,
+        in_a_statement_that_hangs,
+        idle,
+        as_standby,
+    ],
+)
+def test_sigterm_ends_the_agent_within_two_seconds_and_nothing_is_half_marked(
+    agent: AgentFactory,
+    frontend: Frontend,
+    backend: Backend,
+    db: Database,
+    situation: Callable[[Stage], Agent],
+    record_property: Callable[[str, object], None],
+) -> None:
+    call = backend.end_call(seconds=60)
+    stage = Stage(agent, frontend, backend)
+    with stage.stack:
+        running = situation(stage)
+        code, seconds = running.stop()
+    record_property("seconds", round(seconds, 2))
+    assert code == 0
+    assert seconds < STOP_WITHIN
+    assert "stopped" in running.log() and "Traceback" not in running.log()
+    if situation in DELIVERED:
+        return
+    # What had not been confirmed is untouched, and goes out later as if nothing had been.
+    json_seqs = call.seqs[:4] if "upload" not in situation.__name__ else []
+    assert db.pending() == [*json_seqs, call.seq("recording_file")]
+    assert backend.upload_status(call) == ("local_only", None)
+    assert call.wav.exists() and call.meta.exists()
+    for hook in ("on_head", "on_entries", "on_file", "read_rate"):
+        setattr(frontend, hook, None)
+    if situation is in_an_outage:
+        frontend.start()
+    assert agent.once().returncode == 0
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert sorted(set(frontend.seqs())) == call.seqs[:4]
+
+
+@pytest.mark.parametrize("situation", [in_a_hanging_request, in_an_upload, idle])
+def test_sigint_ends_the_agent_like_sigterm(
+    agent: AgentFactory,
+    frontend: Frontend,
+    backend: Backend,
+    situation: Callable[[Stage], Agent],
+) -> None:
+    backend.end_call(seconds=60)
+    running = situation(Stage(agent, frontend, backend))
+    running.signal(signal.SIGINT)
+    assert running.wait(STOP_WITHIN) == 0
+    assert "Traceback" not in running.log()
+
+
+def test_sigterm_during_once_ends_it_as_not_finished(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    frontend.on_entries = lambda request: Reply(stall=60)
+    seq = backend.enqueue()
+    running = agent(args=("once",))
+    frontend.wait(lambda: frontend.requests[0].entries)
+    code, seconds = running.stop()
+    assert code == 75
+    assert seconds < STOP_WITHIN
+    assert db.pending() == [seq]
+
+
+# -- the state file ------------------------------------------------------------------------------
+
+
+def test_state_file_says_who_since_when_and_what(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    before = time.time()
+    running = agent()
+    running.wait_sentence("idle")
+    content = running.state()
+    assert set(content) == {"pid", "since", "sentence", "progress"}
+    assert content["pid"] == running.pid
+    assert before - 1 <= content["since"] <= time.time()
+    assert content["progress"] is None
+    backend.end_call(recording=False)
+    wait_until(lambda: "sent 3 entries" in running.state()["sentence"], what="the sentence")
+
+
+def test_state_file_shows_an_upload_s_progress_and_then_its_end(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
+) -> None:
+    running = agent(notify=notify)
+    running.wait_sentence("idle")
+    frontend.read_rate = 1_000_000
+    call = backend.end_call(seconds=90)
+    progress = wait_until(lambda: running.state()["progress"], what="progress")
+    assert progress["seq"] == call.seq("recording_file")
+    assert progress["size"] == call.size
+    assert 0 <= progress["bytes"] <= call.size
+    notify.wait_for("uploaded 1 recording")
+    # Not before the next poll in five minutes, but now.
+    wait_until(lambda: "uploaded 1 recording" in running.state()["sentence"], 5, "the end")
+    assert running.state()["progress"] is None
+
+
+def test_without_a_runtime_directory_there_is_no_state_file_and_all_works(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    running = agent(RUNTIME_DIRECTORY="")
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs())
+    assert not list(running.runtime_dir.glob("state*"))
+
+
+# -- the database comes and goes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_database_restart_is_survived_and_wakes_work_again(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, mode: str
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    db.cluster.restart(mode)
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.playable(call.recording_id), what="the call after the restart")
+    # Let the cycle end, so that only a NOTIFY can bring what follows.
+    frontend.wait(lambda: not db.value("SELECT count(*) FROM serversync.uploads"))
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), 5, "an entry by NOTIFY")
+    assert running.running and "Traceback" not in running.log()
+
+
+def test_database_that_is_absent_at_start_is_a_state_and_not_a_failure(
+    agent: AgentFactory,
+    frontend: Frontend,
+    backend: Backend,
+    db: Database,
+    proxy: Proxy,
+    notify: NotifySocket,
+) -> None:
+    proxy.refuse()
+    seq = backend.enqueue()
+    running = agent(notify=notify, DATABASE_URL=db.url_through(proxy.port))
+    notify.wait_for("READY=1")
+    notify.wait_for("STATUS=the database is not there")
+    wait_until(lambda: "the database is not there" in running.state()["sentence"])
+    proxy.resume()
+    frontend.wait(lambda: seq in frontend.seqs())
+    notify.wait_for("STATUS=sent 1 entry")
+    running.wait_log("the database is there")

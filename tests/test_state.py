@@ -1,0 +1,655 @@
+"""State: the schema of the agent's own, the backend's tables, rights, leftovers, exit codes."""
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import serversync
+from agent import PYTHON, REPOSITORY, Agent, AgentFactory
+from backend import Backend
+from frontend import Frontend, Reply
+from ledger import dead, failures, let_hours_pass
+from pg import Database
+from waiting import wait_until
+
+# Everything that defines the relations of a schema, with its identity: what was made anew differs.
+DEFINITIONS = """
+    SELECT 'relation' AS kind, c.oid, c.relname AS name, c.relkind::text, c.relowner,
+           c.reloptions::text, c.relacl::text, c.relrowsecurity::text AS more
+    FROM pg_class c WHERE c.relnamespace = %(schema)s::regnamespace AND c.relkind <> 't'
+    UNION ALL
+    SELECT 'column', a.attrelid, a.attname, format_type(a.atttypid, a.atttypmod), a.attnum,
+           a.attnotnull::text, a.attacl::text, pg_get_expr(d.adbin, d.adrelid)
+    FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
+    LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+    WHERE c.relnamespace = %(schema)s::regnamespace AND a.attnum > 0 AND c.relkind = 'r'
+    UNION ALL
+    SELECT 'constraint', o.oid, o.conname, pg_get_constraintdef(o.oid), 0, '', '', ''
+    FROM pg_constraint o WHERE o.connamespace = %(schema)s::regnamespace
+    UNION ALL
+    SELECT 'trigger', t.oid, t.tgname, pg_get_triggerdef(t.oid), 0, '', '', t.tgenabled::text
+    FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+    WHERE c.relnamespace = %(schema)s::regnamespace
+    UNION ALL
+    SELECT 'function', p.oid, p.proname, p.prosrc, p.proowner, '', p.proacl::text, ''
+    FROM pg_proc p WHERE p.pronamespace = %(schema)s::regnamespace
+    UNION ALL
+    SELECT 'rule', r.oid, r.rulename, pg_get_ruledef(r.oid), 0, '', '', ''
+    FROM pg_rewrite r JOIN pg_class c ON c.oid = r.ev_class
+    WHERE c.relnamespace = %(schema)s::regnamespace
+"""
+INDEX = "sync_outbox_serversync_pending"
+INDEX_STATE = """
+    SELECT i.indisvalid, pg_get_indexdef(i.indexrelid)
+    FROM pg_index i WHERE i.indexrelid = to_regclass('sync_outbox_serversync_pending')
+"""
+TRIGGERS = "SELECT tgname FROM pg_trigger WHERE tgrelid = 'sync_outbox'::regclass"
+RIGHTS_OF_AN_AGENT = (
+    "GRANT SELECT, UPDATE (processed_at) ON sync_outbox TO {role}",
+    "GRANT SELECT, UPDATE (upload_status, s3_url) ON recordings TO {role}",
+    "GRANT SELECT ON system_settings TO {role}",
+)
+
+
+def definitions(db: Database, schema: str) -> dict[tuple[str, str, int], dict[str, Any]]:
+    rows = db.dicts(DEFINITIONS, {"schema": schema})
+    return {(row["kind"], row["name"], row["oid"]): row for row in rows}
+
+
+def make_role(db: Database, *grants: str) -> tuple[str, str]:
+    """A login role of this test's own, and the URL with which it comes in."""
+    role = f"agent_of_{db.name}"
+    with db.admin() as admin:
+        admin.execute(f"CREATE ROLE {role} LOGIN")
+        for grant in grants:
+            admin.execute(grant.format(role=role, db=db.name))
+    return role, db.cluster.url(db.name, user=role)
+
+
+def run_line(text: str) -> str:
+    """The statement that a message says one has to run."""
+    found = re.search(r"((?:create schema|grant) [^\n;]+)", text)
+    assert found, text
+    return found[1]
+
+
+# -- the schema ----------------------------------------------------------------------------------
+
+
+def test_first_start_makes_the_schema_and_the_second_changes_nothing(
+    agent: AgentFactory, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    first = definitions(db, "serversync"), definitions(db, "public")
+    number = db.value("SELECT max(number) FROM serversync.schema_version")
+    assert number == len(serversync.MIGRATIONS)
+    again = agent.once()
+    assert again.returncode == 0
+    assert "version" not in again.stderr
+    assert (definitions(db, "serversync"), definitions(db, "public")) == first
+    assert db.value("SELECT max(number) FROM serversync.schema_version") == number
+
+
+@pytest.mark.parametrize("command", ["once", "run"])
+def test_schema_of_a_newer_version_is_refused_and_left_alone(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, command: str
+) -> None:
+    assert agent.once().returncode == 0
+    db.execute("INSERT INTO serversync.schema_version VALUES (9999)")
+    seq = backend.enqueue()
+    refused = agent.once(command)
+    assert refused.returncode == 78
+    assert "newer version (9999)" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert db.pending() == [seq] and not frontend.requests
+
+
+@pytest.mark.parametrize("command", ["once", "run"])
+def test_role_that_may_not_make_the_schema_gets_the_line_that_helps(
+    agent: AgentFactory, backend: Backend, db: Database, command: str
+) -> None:
+    role, url = make_role(db, *RIGHTS_OF_AN_AGENT)
+    call = backend.end_call()
+    refused = agent.once(command, DATABASE_URL=url)
+    assert refused.returncode == 78
+    assert role in refused.stderr and "Traceback" not in refused.stderr
+    with db.admin() as admin:
+        admin.execute(run_line(refused.stderr))
+    assert agent.once(DATABASE_URL=url).returncode == 0
+    assert not db.pending()
+    assert backend.upload_status(call)[0] == "uploaded"
+
+
+def test_role_that_may_not_mark_entries_gets_the_grant_that_helps(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    role, url = make_role(
+        db,
+        "GRANT CREATE ON DATABASE {db} TO {role}",
+        "GRANT SELECT ON sync_outbox, system_settings TO {role}",
+        RIGHTS_OF_AN_AGENT[1],
+    )
+    seq = backend.enqueue()
+    refused = agent.once(DATABASE_URL=url)
+    assert refused.returncode == 78
+    assert not frontend.requests
+    db.execute(run_line(refused.stderr))
+    assert agent.once(DATABASE_URL=url).returncode == 0
+    assert frontend.seqs() == [seq] and role in refused.stderr
+
+
+def test_role_that_does_not_own_the_outbox_goes_on_by_polling_and_says_so_once(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    _, url = make_role(db, "GRANT CREATE ON DATABASE {db} TO {role}", *RIGHTS_OF_AN_AGENT)
+    running = agent(DATABASE_URL=url, SYNC_POLL_INTERVAL_SEC=0.5)
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.playable(call.recording_id))
+    assert not db.rows(INDEX_STATE) and not db.rows(TRIGGERS)
+
+    end_session(db)
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs())
+    assert len(running.lines("going on with less")) == 1
+    line = running.lines("going on with less")[0]
+    assert "index" in line and "trigger" in line
+
+
+def end_session(db: Database) -> None:
+    with db.admin() as admin:
+        ended = admin.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = 'serversync' AND datname = current_database()"
+        ).fetchall()
+    assert ended == [(True,)]
+
+
+# -- index and trigger ---------------------------------------------------------------------------
+
+
+def test_index_and_trigger_are_made_once_and_are_what_the_design_says(
+    agent: AgentFactory, db: Database
+) -> None:
+    agent.once()
+    [(valid, definition)] = db.rows(INDEX_STATE)
+    assert valid
+    assert definition.endswith("USING btree (id) WHERE (processed_at IS NULL)")
+    assert db.rows(TRIGGERS) == [("serversync_wake",)]
+    payloads: list[str] = []
+    with db.connect() as listener:
+        listener.add_notify_handler(lambda notification: payloads.append(notification.payload))
+        listener.execute("LISTEN serversync")
+        for _ in range(2):
+            with db.connect(autocommit=False) as backend:
+                for _ in range(3):
+                    backend.execute(
+                        "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+                        " SELECT 'x', gen_random_uuid(), '{}' FROM generate_series(1, 10)"
+                    )
+        wait_until(lambda: listener.execute("SELECT 1") and len(payloads) >= 2)
+        listener.execute("SELECT 1")
+    # A statement-level trigger with a constant payload: one notification a transaction.
+    assert payloads == ["", ""]
+
+
+def test_invalid_index_left_by_a_kill_is_dropped_and_made_again(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    backend.enqueue_many(2)
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        db.execute(f"CREATE UNIQUE INDEX CONCURRENTLY {INDEX} ON sync_outbox ((1))")
+    assert db.rows(INDEX_STATE)[0][0] is False
+    assert agent.once().returncode == 0
+    [(valid, definition)] = db.rows(INDEX_STATE)
+    assert valid and "WHERE (processed_at IS NULL)" in definition
+
+
+@contextlib.contextmanager
+def maintenance(db: Database) -> Iterator[None]:
+    """A session that holds the lock of VACUUM, ANALYZE, CREATE INDEX CONCURRENTLY."""
+    with db.connect(autocommit=False) as session:
+        session.execute("LOCK TABLE sync_outbox IN SHARE UPDATE EXCLUSIVE MODE")
+        yield
+
+
+@contextlib.contextmanager
+def long_transaction(db: Database) -> Iterator[None]:
+    """A transaction of the backend that has inserted and does not end."""
+    with db.connect(autocommit=False) as session:
+        session.execute(
+            "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+            " VALUES ('schedule', gen_random_uuid(), '{}')"
+        )
+        yield
+        session.rollback()
+
+
+@pytest.mark.parametrize("busy", [maintenance, long_transaction])
+def test_locked_outbox_holds_up_neither_the_agent_nor_the_backend(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, busy: Any
+) -> None:
+    first = backend.enqueue()
+    with busy(db):
+        running = agent()
+        inserts: list[float] = []
+        while first not in frontend.seqs():
+            assert len(inserts) < 10_000
+            began = time.monotonic()
+            backend.enqueue()
+            inserts.append(time.monotonic() - began)
+        running.wait_log("going on with less")
+        running.stop()
+    assert max(inserts) < 3  # promised: lock_timeout is one second
+    # What an interrupted attempt left behind is no obstacle for the next start.
+    assert agent.once().returncode == 0
+    assert db.rows(INDEX_STATE)[0][0] is True
+    assert db.rows(TRIGGERS) == [("serversync_wake",)]
+
+
+def test_index_and_trigger_that_a_lock_prevented_are_made_after_a_reconnect(
+    agent: AgentFactory, db: Database
+) -> None:
+    with maintenance(db):
+        running = agent()
+        running.wait_log("going on with less")
+    end_session(db)
+    wait_until(lambda: db.rows(INDEX_STATE)[0][0] and db.rows(TRIGGERS), what="both")
+    assert db.rows(TRIGGERS) == [("serversync_wake",)]
+
+
+def test_trigger_that_fails_never_ends_the_backend_s_transaction(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    assert agent.once().returncode == 0
+    with db.admin() as admin:
+        admin.execute("REVOKE EXECUTE ON FUNCTION pg_notify(text, text) FROM PUBLIC")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege), db.connect() as session:
+        session.execute("SELECT pg_notify('serversync', '')")
+    call = backend.end_call()
+    assert db.pending() == call.seqs
+    assert agent.once().returncode == 0
+    assert frontend.playable(call.recording_id)
+
+
+def test_backend_with_a_role_that_knows_nothing_of_our_schema_can_still_insert(
+    agent: AgentFactory, db: Database, frontend: Frontend
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    _, url = make_role(
+        db,
+        "GRANT INSERT ON sync_outbox TO {role}",
+        "GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {role}",
+    )
+    with psycopg.connect(url) as session:
+        session.execute(
+            "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+            " VALUES ('schedule', gen_random_uuid(), '{}')"
+        )
+    frontend.wait(lambda: frontend.seqs(), 5, "the entry, by NOTIFY")
+
+
+# -- the backend's tables ------------------------------------------------------------------------
+
+
+def test_backend_s_tables_change_only_as_the_contract_says(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    call = backend.end_call()
+    lost = backend.end_call(audio=False, file_path="../x/mixed.wav")  # becomes a dead letter
+    columns = {
+        "sync_outbox": ("processed_at",),
+        "recordings": ("upload_status", "s3_url"),
+        "system_settings": (),
+    }
+
+    def content() -> dict[str, Any]:
+        return {
+            table: db.rows(
+                f"SELECT to_jsonb(t) - %s::text[] FROM {table} t ORDER BY t.id", (list(written),)
+            )
+            for table, written in columns.items()
+        }
+
+    before, rows = definitions(db, "public"), content()
+    assert agent.once().returncode == 1
+    assert backend.upload_status(call)[0] == "uploaded"
+    assert backend.upload_status(lost)[0] == "upload_failed"
+    after = definitions(db, "public")
+    assert {key: after.get(key) for key in before} == before
+    added = {(kind, name) for kind, name, _ in set(after) - set(before)}
+    assert added == {("relation", INDEX), ("trigger", "serversync_wake")}
+    assert content() == rows
+    others = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' ORDER BY 1"
+    assert db.rows(others) == [("information_schema",), ("public",), ("serversync",)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DROP TABLE recordings",
+        "DROP TABLE system_settings",
+        "DELETE FROM system_settings",
+        "DROP TABLE recordings, system_settings",
+        "DROP INDEX idx_sync_outbox_pending",
+    ],
+)
+def test_database_that_is_not_complete_still_syncs(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, damage: str
+) -> None:
+    call = backend.end_call()
+    db.execute(damage)
+    running = agent()
+    frontend.wait(lambda: not db.pending())
+    assert frontend.seqs() == call.seqs[:4]
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    later = backend.enqueue("recording", {"id": call.recording_id, "uploadStatus": "local_only"})
+    frontend.wait(lambda: later in frontend.seqs())
+    assert ("recordings" in damage) == bool(running.lines("there is no table recordings"))
+    assert not running.lines("a cycle failed")
+
+
+def test_trigger_that_somebody_disabled_stays_disabled_and_polling_goes_on(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    agent.once()
+    db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+    agent(SYNC_POLL_INTERVAL_SEC=0.5).wait_sentence("idle")
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs())
+    state = "SELECT tgenabled::text FROM pg_trigger WHERE tgname = 'serversync_wake'"
+    assert db.value(state) == "D"
+
+
+# -- rows that others delete ---------------------------------------------------------------------
+
+
+def aside(agent: AgentFactory, backend: Backend, frontend: Frontend) -> tuple[Agent, str, int]:
+    """A running agent, and an entity whose entry waits after a failure."""
+    entity = "11111111-1111-4111-8111-111111111111"
+    frontend.poison[entity] = Reply(500)
+    seq = backend.enqueue(entity_id=entity)
+    running = agent()
+    wait_until(lambda: seq in failures(backend.db), what="the failure", state=running.log)
+    return running, entity, seq
+
+
+def test_failure_whose_row_was_deleted_by_others_does_not_block_its_lane(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    _, entity, seq = aside(agent, backend, frontend)
+    db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
+    frontend.poison.clear()
+    later = backend.enqueue(entity_id=entity)
+    frontend.wait(lambda: later in frontend.seqs(), 5, "the next entry of the lane")
+    assert seq not in frontend.seqs()
+
+
+def test_failure_whose_row_was_deleted_by_others_does_not_spin_and_is_dropped(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    running, _, seq = aside(agent, backend, frontend)
+    db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
+    let_hours_pass(db)
+    asked = len(frontend.requests)
+    count = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
+    # A session's numbers arrive with up to a second's delay: two looks two seconds apart.
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() - began > 1.5)
+    before = db.value(count)
+    wait_until(lambda: time.monotonic() - began > 4.5)
+    assert db.value(count) - before < 20
+    assert len(frontend.requests) == asked
+    running.stop()
+    assert agent.once().returncode == 0
+    assert failures(db) == {}
+
+
+def test_failure_whose_row_was_marked_by_hand_is_over(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    running, entity, seq = aside(agent, backend, frontend)
+    db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (seq,))
+    frontend.poison.clear()
+    later = backend.enqueue(entity_id=entity)
+    frontend.wait(lambda: later in frontend.seqs(), 5)
+    running.stop()
+    assert agent.once().returncode == 0
+    assert failures(db) == {} and dead(db) == {}
+
+
+# -- pruning -------------------------------------------------------------------------------------
+
+PRUNE = """
+import os, time, serversync
+environ = dict(os.environ)
+config = serversync.load_config(serversync.read_env_file(None, environ), environ)
+process = serversync.Process(environ)
+process.install()
+agent = serversync.Agent(config, process, serversync.StateFile({}), False)
+agent.hold()
+agent.prune()
+early = agent.prune_due
+agent.prune_due = 0.0
+agent.prune()
+print(round(early - time.monotonic()), round(agent.prune_due - time.monotonic()))
+"""
+
+
+def prune(agent: AgentFactory, **overrides: object) -> tuple[int, int]:
+    """Prune now; in how many seconds it would have been due, and is again."""
+    done = subprocess.run(
+        [str(REPOSITORY / PYTHON), "-c", PRUNE],
+        env={"PATH": os.environ["PATH"], **agent.env(**overrides)},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    first, again = map(int, done.stdout.split())
+    return first, again
+
+
+def age(db: Database, seqs: list[int], days: float) -> None:
+    db.execute(
+        "UPDATE sync_outbox SET created_at = created_at - %(days)s * interval '1 day',"
+        " processed_at = processed_at - %(days)s * interval '1 day' WHERE id = ANY (%(seqs)s)",
+        {"days": days, "seqs": seqs},
+    )
+
+
+def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    old, recent = backend.enqueue(), backend.enqueue()
+    assert agent.once().returncode == 0
+    pending = backend.enqueue()
+    age(db, [old, pending], 4000)
+    db.execute(
+        "INSERT INTO serversync.deliveries (kind, first_seq, last_seq, entries, bytes, outcome,"
+        " started_at, duration_ms) VALUES ('entries', 1, 1, 1, 1, 'old', '2020-01-01', 1)"
+    )
+    first, again = prune(agent)
+    assert 200 < first <= 300  # not in the first five minutes
+    assert 86000 < again <= 86400  # and then once a day
+    kept = [row[0] for row in db.rows("SELECT id FROM sync_outbox ORDER BY id")]
+    assert kept == [recent, pending]
+    # The old receipt was the last one written, but pruning goes by time.
+    assert "old" not in [row[0] for row in db.rows("SELECT outcome FROM serversync.deliveries")]
+
+
+def test_pruning_goes_in_chunks_of_a_thousand(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    first, last = backend.enqueue_many(1500)
+    assert agent.once(SYNC_BATCH_SIZE=1000).returncode == 0
+    age(db, list(range(first, last + 1)), 40)
+    assert prune(agent)[1] <= 2
+    assert db.value("SELECT count(*) FROM sync_outbox") == 500
+    assert prune(agent, SYNC_RETENTION_DAYS=0)[1] <= 0  # keep: nothing happens
+    assert db.value("SELECT count(*) FROM sync_outbox") == 500
+
+
+def test_pruning_waits_while_the_clock_is_earlier_than_the_last_receipt(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    seq = backend.enqueue()
+    assert agent.once().returncode == 0
+    age(db, [seq], 40)
+    db.execute("UPDATE serversync.deliveries SET started_at = now() + interval '1 day'")
+    prune(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == 1
+    db.execute("UPDATE serversync.deliveries SET started_at = now()")
+    prune(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == 0
+
+
+# -- serversync.enqueue --------------------------------------------------------------------------
+
+ENQUEUE = "SELECT serversync.enqueue('schedule', %(id)s, %(payload)s::jsonb, %(key)s)"
+
+
+def test_enqueue_with_the_same_key_ten_times_is_one_row(
+    agent: AgentFactory, db: Database, frontend: Frontend
+) -> None:
+    agent.once()
+    entity = "22222222-2222-4222-8222-222222222222"
+    params = {"id": entity, "key": "order-1"}
+    seqs = {
+        db.value(ENQUEUE, {**params, "payload": payload})
+        for payload in ['{"a": 1, "b": 2}', '{"b":2,  "a":1}'] * 5  # the same in canonical JSON
+    }
+    assert db.pending() == list(seqs) and len(seqs) == 1
+    with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"):
+        db.execute(ENQUEUE, {**params, "payload": '{"a": 2}'})
+    assert agent.once().returncode == 0
+    assert db.value(ENQUEUE, {**params, "payload": '{"a": 1, "b": 2}'}) in seqs
+    assert len(frontend.received(entity)) == 1
+    db.execute("UPDATE serversync.idempotency_keys SET expires_at = now() - interval '1 s'")
+    assert db.value(ENQUEUE, {**params, "payload": '{"a": 2}'}) not in seqs
+
+
+def test_enqueue_without_a_key_makes_a_row_each_time(agent: AgentFactory, db: Database) -> None:
+    agent.once()
+    params = {"id": "22222222-2222-4222-8222-222222222222", "payload": "{}", "key": None}
+    seqs = [db.value(ENQUEUE, params) for _ in range(3)]
+    assert db.pending() == seqs
+
+
+# -- exit codes ----------------------------------------------------------------------------------
+
+
+def test_once_ends_with_0_when_all_is_through(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    call = backend.end_call()
+    assert agent.once().returncode == 0
+    assert frontend.playable(call.recording_id) and not db.pending()
+    assert agent.once().returncode == 0  # nothing to do is done
+
+
+def test_once_ends_with_1_when_dead_letters_were_made(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    entity = "33333333-3333-4333-8333-333333333333"
+    frontend.poison[entity] = Reply(400, body={"error": "no"})
+    backend.enqueue()
+    seq = backend.enqueue(entity_id=entity)
+    assert agent.once().returncode == 1
+    assert dead(db) == {seq: "BAD_REQUEST"}
+    assert agent.once().returncode == 0  # it was said once
+
+
+def test_once_ends_with_69_without_a_frontend(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    seqs = [backend.enqueue(), backend.enqueue()]
+    frontend.stop()
+    ended = agent.once()
+    assert ended.returncode == 69
+    assert "cannot be reached" in ended.stderr
+    assert db.pending() == seqs and failures(db) == {}
+
+
+def test_once_ends_with_69_without_a_database(agent: AgentFactory, db: Database) -> None:
+    ended = agent.once(DATABASE_URL=db.cluster.url("no_such_database"))
+    assert ended.returncode == 69
+    assert "no_such_database" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_once_ends_with_69_on_a_database_that_is_not_the_backend_s(
+    agent: AgentFactory, db: Database
+) -> None:
+    db.execute("DROP TABLE sync_outbox")
+    ended = agent.once()
+    assert ended.returncode == 69
+    assert "sync_outbox" in ended.stderr
+    assert db.value("SELECT to_regnamespace('serversync')") is None
+
+
+def test_once_ends_with_75_while_another_agent_holds_the_lock(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    agent().wait_sentence("idle")
+    ended = agent.once()
+    assert ended.returncode == 75
+    assert "another agent" in ended.stderr
+
+
+def test_once_ends_with_75_when_something_still_waits(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    entity = "44444444-4444-4444-8444-444444444444"
+    frontend.poison[entity] = Reply(500)
+    good = [backend.enqueue() for _ in range(3)]
+    bad = backend.enqueue(entity_id=entity)
+    assert agent.once().returncode == 75
+    assert db.pending() == [bad] and frontend.seqs() == good
+
+
+def test_once_ends_with_1_when_there_are_dead_letters_and_something_waits(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    for number, status in ((5, 400), (6, 500)):
+        entity = f"{number}5555555-5555-4555-8555-555555555555"
+        frontend.poison[entity] = Reply(status, body={"error": "no"})
+        backend.enqueue(entity_id=entity)
+        backend.enqueue()
+    assert agent.once().returncode == 1
+
+
+def test_once_ends_with_69_when_there_are_dead_letters_and_an_outage(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    entity = "77777777-7777-4777-8777-777777777777"
+    frontend.on_entries = lambda request: (
+        Reply(400, body={"error": "no"})
+        if [entry["entityId"] for entry in request.entries] == [entity]
+        else Reply(429, {"Retry-After": "60"})
+        if len(request.entries) == 1
+        else Reply(500)
+    )
+    backend.enqueue(entity_id=entity)
+    backend.enqueue()
+    assert agent.once().returncode == 69
+    assert list(dead(db).values()) == ["BAD_REQUEST"]
+
+
+@pytest.mark.parametrize("command", ["once", "run"])
+def test_bad_configuration_ends_with_78(agent: AgentFactory, command: str) -> None:
+    ended = agent.once(command, SYNC_BATCH_SIZE="many", FRONTEND_BASE_URL=None)
+    assert ended.returncode == 78
+    assert "SYNC_BATCH_SIZE" in ended.stderr and "FRONTEND_BASE_URL is required" in ended.stderr
+
+
+@pytest.mark.parametrize("args", [("twice",), ("once", "--fast"), ("--env-file",)])
+def test_bad_usage_ends_with_2(agent: AgentFactory, args: tuple[str, ...]) -> None:
+    assert agent.once(*args).returncode == 2

@@ -1,0 +1,439 @@
+"""TLS with certificates of the test's own, and the bearer token."""
+
+import contextlib
+import re
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import AgentFactory
+from backend import Backend
+from frontend import Frontend, Reply
+from ledger import dead, failures
+from pg import Database
+
+CA_CONF = """
+[ca]
+default_ca = ca
+[ca]
+database = {directory}/index
+new_certs_dir = {directory}
+rand_serial = yes
+default_md = sha256
+policy = policy
+unique_subject = no
+[policy]
+commonName = supplied
+"""
+SERVER = "IP:127.0.0.1,DNS:localhost"
+HINT = "is this clock right?"
+
+
+@dataclass(frozen=True)
+class Pair:
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """A private CA: openssl in a directory."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.ca = Pair(directory / "ca.pem", directory / "ca.key")
+        (directory / "index").touch()
+        (directory / "conf").write_text(CA_CONF.format(directory=directory))
+        extensions = ("basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign")
+        self._request(self.ca, name, "-x509", "-days", "3650", *self._adding(extensions))
+
+    @staticmethod
+    def _adding(extensions: tuple[str, ...]) -> list[str]:
+        return [word for extension in extensions for word in ("-addext", extension)]
+
+    @staticmethod
+    def _openssl(*args: str | Path) -> None:
+        subprocess.run(["openssl", *map(str, args)], check=True, capture_output=True)
+
+    def _request(self, out: Pair, name: str, *args: str) -> None:
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        subject = ("-subj", f"/CN={name}", "-keyout", out.key, "-out", out.cert)
+        # Without Debian's configuration there are no extensions but ours.
+        self._openssl("req", "-config", "/dev/null", *curve, *subject, *args)
+
+    def issue(
+        self, name: str, alternatives: str = "", valid: tuple[str, str] | None = None
+    ) -> Pair:
+        """A certificate; `valid`: from when to when (YYMMDDHHMMSSZ), else from now on."""
+        out = Pair(self.directory / f"{name}.pem", self.directory / f"{name}.key")
+        wanted = Pair(self.directory / f"{name}.csr", out.key)
+        self._request(wanted, name)
+        extensions = self.directory / f"{name}.ext"
+        extensions.write_text(
+            "basicConstraints=critical,CA:FALSE\nsubjectKeyIdentifier=hash\n"
+            "authorityKeyIdentifier=keyid\n"
+            + (f"subjectAltName={alternatives}\n" if alternatives else "")
+        )
+        dates = ("-startdate", valid[0], "-enddate", valid[1]) if valid else ("-days", "30")
+        self._openssl(
+            *("ca", "-batch", "-notext", "-config", self.directory / "conf"),
+            *("-cert", self.ca.cert, "-keyfile", self.ca.key, "-extfile", extensions),
+            *("-in", wanted.cert, "-out", out.cert, *dates),
+        )
+        return out
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca") / "ours", "our CA")
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca") / "theirs", "their CA")
+
+
+def context(server: Pair, clients: Authority | None = None) -> ssl.SSLContext:
+    """A server's; with `clients`, only certificates of this authority come in."""
+    made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    made.load_cert_chain(server.cert, server.key)
+    if clients is not None:
+        made.verify_mode = ssl.CERT_REQUIRED
+        made.load_verify_locations(clients.ca.cert)
+    return made
+
+
+@pytest.fixture(scope="session")
+def certificate(authority: Authority) -> Pair:
+    return authority.issue("server", SERVER)
+
+
+@pytest.fixture
+def secure(certificate: Pair, tmp_path: Path) -> Iterator[Frontend]:
+    """A frontend behind TLS."""
+    with Frontend(tmp_path / "secure", tls=context(certificate)) as running:
+        yield running
+
+
+# -- certificates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_frontend_with_a_certificate_of_a_private_ca_gets_everything(
+    agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority, host: str
+) -> None:
+    call = backend.end_call()
+    ended = agent.once(
+        FRONTEND_BASE_URL=f"https://{host}:{secure.port}", SYNC_CA_FILE=authority.ca.cert
+    )
+    assert ended.returncode == 0
+    assert secure.seqs() == call.seqs[:4]
+    assert secure.files[call.call_log_id].sha256 == call.sha256
+    assert len(secure.of_kind("entries")) == 1
+
+
+def assert_tls_outage(
+    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend, **settings: Any
+) -> str:
+    """Nothing is sent, nothing is blamed, and the reason is said; what was said."""
+    call = backend.end_call()
+    ended = agent.once(**{"FRONTEND_BASE_URL": secure.url, **settings})
+    assert ended.returncode == 69
+    assert HINT in ended.stderr and "Traceback" not in ended.stderr
+    assert db.pending() == call.seqs
+    assert failures(db) == {} and dead(db) == {}
+    assert not [request for request in secure.requests if request.status == 200]
+    return ended.stderr
+
+
+def test_certificate_of_an_unknown_ca_is_an_outage_with_a_hint(
+    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend, stranger: Authority
+) -> None:
+    said = assert_tls_outage(agent, db, backend, secure, SYNC_CA_FILE=stranger.ca.cert)
+    assert "TLS with the frontend failed" in said and "certificate" in said.lower()
+
+
+def test_private_ca_that_was_not_configured_is_an_outage_with_a_hint(
+    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend
+) -> None:
+    assert_tls_outage(agent, db, backend, secure)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "words"),
+    [
+        ("expired", ("200101000000Z", "210101000000Z"), "expired"),
+        ("future", ("480101000000Z", "490101000000Z"), "not yet valid"),
+    ],
+)
+def test_certificate_out_of_its_time_is_an_outage_and_the_clock_is_suspected(
+    agent: AgentFactory,
+    db: Database,
+    backend: Backend,
+    authority: Authority,
+    tmp_path: Path,
+    name: str,
+    valid: tuple[str, str],
+    words: str,
+) -> None:
+    pair = authority.issue(name, SERVER, valid)
+    with Frontend(tmp_path / "secure", tls=context(pair)) as secure:
+        said = assert_tls_outage(agent, db, backend, secure, SYNC_CA_FILE=authority.ca.cert)
+    assert words in said
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("names", ["DNS:voice.example.com,IP:192.0.2.7", ""])
+def test_certificate_for_another_name_is_an_outage(
+    agent: AgentFactory,
+    db: Database,
+    backend: Backend,
+    authority: Authority,
+    tmp_path: Path,
+    host: str,
+    names: str,
+) -> None:
+    pair = authority.issue("elsewhere", names)
+    with Frontend(tmp_path / "secure", tls=context(pair)) as secure:
+        url = f"https://{host}:{secure.port}"
+        assert_tls_outage(
+            agent, db, backend, secure, FRONTEND_BASE_URL=url, SYNC_CA_FILE=authority.ca.cert
+        )
+
+
+def test_https_to_a_port_that_speaks_plain_http_is_an_outage(
+    agent: AgentFactory, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    url = f"https://127.0.0.1:{frontend.port}"
+    assert_tls_outage(agent, db, backend, frontend, FRONTEND_BASE_URL=url)
+
+
+def test_plain_http_to_a_tls_port_kills_nothing(
+    agent: AgentFactory,
+    db: Database,
+    backend: Backend,
+    secure: Frontend,
+    authority: Authority,
+) -> None:
+    call = backend.end_call()
+    ended = agent.once(FRONTEND_BASE_URL=f"http://127.0.0.1:{secure.port}")
+    assert ended.returncode in (69, 75)
+    assert "Traceback" not in ended.stderr
+    assert db.pending() == call.seqs and dead(db) == {}
+    db.execute("UPDATE serversync.failures SET next_attempt_at = now()")
+    good = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
+    assert good.returncode == 0
+    assert secure.playable(call.recording_id)
+
+
+def test_running_agent_recovers_by_sighup_when_the_ca_is_put_right(
+    agent: AgentFactory,
+    backend: Backend,
+    secure: Frontend,
+    authority: Authority,
+    stranger: Authority,
+) -> None:
+    call = backend.end_call()
+    running = agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=stranger.ca.cert)
+    running.wait_log(HINT)
+    good = agent.env(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
+    running.update_env(good)
+    running.hup()
+    secure.wait(lambda: secure.playable(call.recording_id), 10)
+    running.wait_log("recovered after")
+
+
+# -- client certificates -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("files", ["two", "one"])
+def test_client_certificate_that_the_frontend_demands_is_shown(
+    agent: AgentFactory,
+    backend: Backend,
+    authority: Authority,
+    certificate: Pair,
+    tmp_path: Path,
+    files: str,
+) -> None:
+    client = authority.issue("device")
+    settings: dict[str, Any] = {"SYNC_CLIENT_CERT": client.cert, "SYNC_CLIENT_KEY": client.key}
+    if files == "one":
+        both = tmp_path / "both.pem"
+        both.write_bytes(client.cert.read_bytes() + client.key.read_bytes())
+        settings = {"SYNC_CLIENT_CERT": both}
+    call = backend.end_call()
+    with Frontend(tmp_path / "secure", tls=context(certificate, authority)) as secure:
+        ended = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert, **settings)
+        assert ended.returncode == 0
+        assert secure.playable(call.recording_id)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("shown", ["nothing", "another"])
+def test_client_certificate_that_is_missing_or_wrong_is_an_outage(
+    agent: AgentFactory,
+    db: Database,
+    backend: Backend,
+    authority: Authority,
+    stranger: Authority,
+    certificate: Pair,
+    tmp_path: Path,
+    shown: str,
+    version: ssl.TLSVersion,
+) -> None:
+    demanding = context(certificate, authority)
+    demanding.maximum_version = version
+    settings: dict[str, Any] = {}
+    if shown == "another":
+        client = stranger.issue("device")
+        settings = {"SYNC_CLIENT_CERT": client.cert, "SYNC_CLIENT_KEY": client.key}
+    with Frontend(tmp_path / "secure", tls=demanding) as secure:
+        assert_tls_outage(agent, db, backend, secure, SYNC_CA_FILE=authority.ca.cert, **settings)
+
+
+# -- uploads -------------------------------------------------------------------------------------
+
+
+def test_twenty_megabytes_arrive_over_tls_byte_for_byte(
+    agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority
+) -> None:
+    call = backend.end_call(seconds=625)
+    ended = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
+    assert ended.returncode == 0
+    file = secure.files[call.call_log_id]
+    assert (file.size, file.sha256, file.count) == (call.size, call.sha256, 1)
+    assert call.size > 20_000_000
+    assert not call.directory.exists()
+
+
+def test_new_entries_overtake_a_slow_upload_over_tls(
+    agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority
+) -> None:
+    agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert).wait_sentence("idle")
+    secure.on_head = lambda request: (
+        setattr(secure, "read_rate", 500_000) if request.kind == "file" else None
+    )
+    slow = backend.end_call(seconds=120)
+    secure.wait(lambda: secure.of_kind("file")[0].received > 100_000)
+    quick = backend.end_call(recording=False)
+    secure.wait(lambda: secure.received(quick.call_log_id), 5, "entries during an upload")
+    assert secure.of_kind("file")[0].finished is None
+    secure.read_rate = None
+    secure.wait(lambda: secure.playable(slow.recording_id))
+    assert len(secure.of_kind("file")) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "is_dead"),
+    [
+        (Reply(413, body={"error": "too large"}, after=300_000, close=True), "TOO_LARGE", True),
+        (Reply(507, body="disk full", after=300_000, close=True), "FRONTEND_5XX", False),
+        (
+            Reply(200, body={"fileUrl": "https://f/x"}, after=300_000, close=True),
+            "BAD_RESPONSE",
+            False,
+        ),
+    ],
+    ids=["413", "507", "200"],
+)
+def test_answer_before_the_end_of_an_upload_over_tls_counts_but_confirms_nothing(
+    agent: AgentFactory,
+    db: Database,
+    backend: Backend,
+    secure: Frontend,
+    authority: Authority,
+    reply: Reply,
+    code: str,
+    is_dead: bool,
+) -> None:
+    call = backend.end_call(seconds=625)
+    secure.on_head = lambda request: reply if request.kind == "file" else None
+    ended = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
+    assert ended.returncode == (1 if is_dead else 75)
+    seq = call.seq("recording_file")
+    codes = dead(db) if is_dead else {key: row[0] for key, row in failures(db).items()}
+    assert codes == {seq: code}
+    assert call.wav.exists() and call.meta.exists()
+    assert backend.upload_status(call)[0] != "uploaded"
+
+
+# -- the token -----------------------------------------------------------------------------------
+
+TOKEN = "tok-5e1f.A~b_c/d+e="
+
+
+def test_bearer_token_goes_with_every_request_and_appears_nowhere_else(
+    agent: AgentFactory,
+    backend: Backend,
+    secure: Frontend,
+    authority: Authority,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    secure.require_token = TOKEN
+    call = backend.end_call()
+    ended = agent.once(
+        FRONTEND_BASE_URL=secure.url,
+        SYNC_CA_FILE=authority.ca.cert,
+        SYNC_TOKEN_FILE=tmp_path / "token",
+        SYNC_VERIFY_PATH="/api/recordings/{callLogId}",
+        SYNC_LOG_LEVEL="debug",
+    )
+    assert ended.returncode == 0
+    assert secure.playable(call.recording_id)
+    methods = {(request.method, request.kind) for request in secure.requests}
+    assert methods == {("POST", "entries"), ("POST", "file"), ("HEAD", "other")}
+    for request in secure.requests:
+        assert request.headers.get_all("Authorization") == [f"Bearer {TOKEN}"]
+    assert TOKEN not in ended.stderr + ended.stdout
+
+
+def test_without_a_token_there_is_no_authorization_header(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    backend.end_call()
+    assert agent.once().returncode == 0
+    assert not [request for request in frontend.requests if "Authorization" in request.headers]
+
+
+@pytest.mark.parametrize("status", [302, 307, 308])
+def test_redirect_is_never_followed_and_its_target_never_sees_the_token(
+    agent: AgentFactory,
+    db: Database,
+    backend: Backend,
+    frontend: Frontend,
+    tmp_path: Path,
+    status: int,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(Frontend(tmp_path / "target"))
+        call = backend.end_call()
+        headers = {"Location": target.url + "/api/ingest/sync"}
+        frontend.on_entries = lambda request: Reply(status, headers)
+        assert agent.once(SYNC_TOKEN=TOKEN).returncode == 75
+        assert {row[0] for row in failures(db).values()} == {"REDIRECTED"}
+
+        frontend.on_entries = None
+        headers["Location"] = target.url + "/api/ingest/recording-file"
+        frontend.on_file = lambda request: Reply(status, headers)
+        db.execute("UPDATE serversync.failures SET next_attempt_at = now()")
+        assert agent.once(SYNC_TOKEN=TOKEN).returncode == 75
+        assert db.pending() == [call.seq("recording_file")]
+
+        frontend.on_file = None
+        frontend.on_head = lambda request: (
+            Reply(status, headers) if request.method == "HEAD" else None
+        )
+        db.execute("UPDATE serversync.failures SET next_attempt_at = now()")
+        verify = "/api/recordings/{callLogId}"
+        assert agent.once(SYNC_TOKEN=TOKEN, SYNC_VERIFY_PATH=verify).returncode == 75
+        assert not target.requests and target.connections == 0
+        assert call.wav.exists()
+        sent = [request.headers["Authorization"] for request in frontend.requests]
+        assert set(sent) == {f"Bearer {TOKEN}"}
+        assert not re.search("uploaded", backend.upload_status(call)[0])
