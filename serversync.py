@@ -705,11 +705,13 @@ def _without_known(text: str, known: Sequence[str]) -> str:
     return text
 
 
-def clean(text: str, known: Sequence[str] = (), limit: int = 1024) -> str:
-    """Text from outside, fit for SQL and the journal: no NUL, no surrogate, no secret, short."""
+def clean(text: str, known: Sequence[str] = (), limit: int = 1024, lines: bool = False) -> str:
+    """Text from outside, fit for SQL, the journal and sd_notify, where a line break would begin
+    another variable: no control character, no surrogate, no secret, short."""
     text = _without_known(text[: 1 << 20], known)[: 4 * limit]
-    text = text.encode("utf-8", "replace").decode("utf-8").replace("\0", " ")
-    return mask(text)[:limit]
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    unfit = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]" if lines else r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
+    return mask(re.sub(unfit, " ", text))[:limit]
 
 
 class Masking(logging.Filter):
@@ -724,7 +726,7 @@ class Masking(logging.Filter):
         record.args = ()
         if record.exc_info:
             lines = traceback.format_exception(*record.exc_info)
-            record.exc_text = clean("".join(lines), self.known, 8192)
+            record.exc_text = clean("".join(lines), self.known, 8192, lines=True)
             record.exc_info = None
         for key, value in list(vars(record).items()):
             if key.isupper():
@@ -758,10 +760,11 @@ def configure_logging(config: Config) -> None:
     log.setLevel(config.log_level.upper())
 
 
-def say(level: int, event: str, sentence: str, **more: object) -> None:
+def say(level: int, event: str, sentence: str, exc_info: bool = False, **more: object) -> None:
     """One sentence with its fields; a field that is None is left out."""
     extra = {key: str(value) for key, value in more.items() if value is not None}
-    log.log(level, "%s", sentence, extra={"EVENT": event} | extra, stacklevel=2)
+    extra["EVENT"] = event
+    log.log(level, "%s", sentence, extra=extra, stacklevel=2, exc_info=exc_info)
 
 
 class Repeats:
@@ -770,7 +773,7 @@ class Repeats:
     def __init__(self) -> None:
         self._said: dict[str, tuple[str, float, int]] = {}
 
-    def say(self, topic: str, key: str, level: int, event: str, text: str, **more: object) -> None:
+    def say(self, topic: str, key: str, level: int, event: str, text: str, **more: Any) -> None:
         last, at, count = self._said.get(topic, ("", 0.0, 0))
         now = time.monotonic()
         if last == key and now - at < 60:
@@ -1433,7 +1436,8 @@ select to_regclass('sync_outbox') is not null, to_regclass('recordings')::text,
                 then 'select, update (upload_status, s3_url) on recordings' end,
            case when not has_table_privilege(to_regclass('system_settings'), 'select')
                 then 'select on system_settings' end], null),
-       has_table_privilege(to_regclass('sync_outbox'), 'delete')
+       has_table_privilege(to_regclass('sync_outbox'), 'delete'),
+       current_setting('server_encoding')
 """
 CREATE_SCHEMA: Final = "create schema serversync"
 VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version"
@@ -1471,7 +1475,7 @@ for each statement execute function serversync.wake()
 # The head of a cycle: what is there to do, in one statement. Partial indexes; failures' due index.
 LOOK: Final = """
 select (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number'
-                    then (extra->>'syncIntervalSec')::float8 end
+                    then greatest(-1, least((extra->>'syncIntervalSec')::numeric, 1e6))::float8 end
         from system_settings where id = 1),
        exists (select from sync_outbox
                where processed_at is null and entity_type <> 'recording_file'),
@@ -1499,6 +1503,11 @@ where not exists (
 # Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
 # entry of its call that became visible behind the pass.
 LAST: Final = "select coalesce(max(id), 0) from sync_outbox where processed_at is null"
+# The entry that a FETCH of one could not write out (or one before it, whose lane waits anyway).
+NEXT_PENDING: Final = """
+select coalesce(min(id), 0) from sync_outbox
+where processed_at is null and entity_type <> 'recording_file' and id > %(after)s::bigint
+"""
 # The next batch as finished JSON. A row lock is never taken; the partial index gives the order.
 #   picked    pending entries after the last id seen, none whose lane waits or is left out; an
 #             entry that became due behind that id keeps its lane waiting until the next pass
@@ -1626,7 +1635,8 @@ CONFIRM: Final = """
 with sent as (
     update sync_outbox set processed_at = now()
     where id = any (%(seqs)s::bigint[]) and processed_at is null
-    returning id, entity_type, extract(epoch from clock_timestamp() - created_at)::float8 as lag
+    returning id, entity_type, case when isfinite(created_at)
+        then extract(epoch from clock_timestamp() - created_at)::float8 else 0 end as lag
 ), settled as (
     delete from serversync.failures where outbox_id = any (%(seqs)s::bigint[]) returning tries
 ), resolved as (
@@ -1635,6 +1645,11 @@ with sent as (
 ), accepted as (
     delete from serversync.counters
     where name = 'deaths_in_row' and label in (select entity_type from sent)
+    returning label, value
+), released as (
+    update serversync.failures set next_attempt_at = now()
+    where entity_type in (select label from accepted where value >= 9)
+      and not outbox_id = any (%(seqs)s::bigint[])
 ), receipt as (
     insert into serversync.deliveries (kind, first_seq, last_seq, entries, bytes, idempotency_key,
         request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, lane,
@@ -1657,6 +1672,11 @@ with sent as (
     on conflict (name, label) do update set value = c.value + excluded.value
 )
 select count(*) from sent
+"""
+# Whether a row that was marked is not marked: CONFIRM cannot see that itself.
+STILL_PENDING: Final = """
+select exists (select from sync_outbox
+               where id = any (%(seqs)s::bigint[]) and processed_at is null)
 """
 # What else a confirmed upload changes; in one transaction with CONFIRM, durable.
 UPLOADED: Final = """
@@ -1687,23 +1707,29 @@ on conflict (outbox_id) do update set tries = excluded.tries, attempts = exclude
     error_code = excluded.error_code, error = excluded.error, http_status = excluded.http_status,
     updated_at = now(), waited = excluded.waited
 """
-# A type that is only ever rejected: all of it that is due waits for one common time, so that one
-# request an interval asks for all of them.
+# A type that is only ever rejected: beside the entry that was tried, which asks again soon, what is
+# due of it waits until one succeeds (see CONFIRM), or for most of an hour. In chunks; returns the
+# last id that was reached, if there is more.
 HOLD_TYPE: Final = """
-insert into serversync.failures as f (outbox_id, entity_type, is_file, lane, tries, attempts,
-    successes, next_attempt_at, error_code, error, http_status)
-select id, entity_type, entity_type = 'recording_file', serversync.lane(payload, entity_id),
-       %(tries)s, 0, %(successes)s,
-       greatest(now() + %(delay)s::float8 * interval '1 second',
-                (select max(next_attempt_at) from serversync.failures
-                 where entity_type = %(entity_type)s
-                   and next_attempt_at <= now() + interval '1 hour')),
-       %(code)s, %(error)s, %(status)s::int
-from sync_outbox where processed_at is null and entity_type = %(entity_type)s
-on conflict (outbox_id) do update set tries = excluded.tries, error_code = excluded.error_code,
-    next_attempt_at = excluded.next_attempt_at, error = excluded.error,
-    http_status = excluded.http_status, updated_at = now()
-where f.next_attempt_at <= now() or f.next_attempt_at > now() + interval '1 hour'
+with due as materialized (
+    select o.id, o.payload, o.entity_id
+    from sync_outbox o left join serversync.failures f on f.outbox_id = o.id
+    where o.processed_at is null and o.entity_type = %(entity_type)s and o.id <> %(seq)s
+      and (f.outbox_id is null or f.next_attempt_at <= now()
+           or f.next_attempt_at > now() + interval '1 hour')
+    order by o.id limit 5000
+), held as (
+    insert into serversync.failures as f (outbox_id, entity_type, is_file, lane, tries, attempts,
+        successes, next_attempt_at, error_code, error, http_status)
+    select id, %(entity_type)s, %(entity_type)s = 'recording_file',
+           serversync.lane(payload, entity_id), 1, 0, %(successes)s, now() + interval '50 minutes',
+           %(code)s, %(error)s, %(status)s::int
+    from due
+    on conflict (outbox_id) do update set next_attempt_at = excluded.next_attempt_at,
+        error_code = excluded.error_code, error = excluded.error,
+        http_status = excluded.http_status, updated_at = now()
+)
+select case when count(*) = 5000 then max(id) end from due
 """
 # An entry that is given up. It leaves the hot index in the same transaction, payload and all; a
 # dead recording is shown as failed, unless it is uploaded.
@@ -1822,6 +1848,7 @@ class Database:
                     self.url,
                     autocommit=True,
                     connect_timeout=10,
+                    client_encoding="UTF8",
                     fallback_application_name="serversync",
                 )
             self.conn.add_notify_handler(self._on_notify)
@@ -1890,13 +1917,6 @@ class Database:
                 cursor.pgresult.clear()
             return rows
 
-    def run_durably(self, *statements: tuple[str, dict[str, Any]]) -> None:
-        """Several statements in one transaction that survives a power cut, whatever the default."""
-        with self._guard() as conn, conn.transaction():
-            conn.execute(DURABLE)
-            for sql, params in statements:
-                conn.execute(sql, params)
-
     # --- the lock -------------------------------------------------------------------------------
 
     def take_lock(self) -> bool:
@@ -1915,7 +1935,9 @@ class Database:
 
     def _prepare(self) -> None:
         row = self.run(RIGHTS)[0]
-        outbox, recordings, schema, ours, role, name, missing, may_delete = row
+        outbox, recordings, schema, ours, role, name, missing, may_delete, encoding = row
+        if encoding not in ("UTF8", "SQL_ASCII"):
+            raise ConfigError([f"database {name}: its encoding is {encoding}, it must be UTF8"])
         if not outbox:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
         lines = [f"role {role} lacks rights, run: grant {what} to {role}" for what in missing]
@@ -2012,6 +2034,9 @@ class Database:
     def last(self) -> int:
         return int(self.run(LAST)[0][0])
 
+    def next_pending(self, after: int) -> int:
+        return int(self.run(NEXT_PENDING, after=after)[0][0])
+
     def fetch(
         self, after: int, until: int, size: int, limit: int, skip: Sequence[str], fresh: bool
     ) -> Batch:
@@ -2043,14 +2068,32 @@ class Database:
         return {row[0]: (row[1], row[2]) for row in self.run(LANES, seqs=list(seqs))}
 
     def confirm(self, seqs: Sequence[int], endpoint: str, outcome: str, receipt: Receipt) -> None:
-        self.run(CONFIRM, **self._confirm_params(seqs, endpoint, outcome, receipt))
+        with self._guard() as conn:
+            self._confirm(conn, seqs, endpoint, outcome, receipt)
+
+    def confirm_upload(
+        self, entry: FileEntry, ready: Ready, url: str, outcome: str, receipt: Receipt
+    ) -> None:
+        """In one transaction that survives a power cut, whatever the database's default."""
+        with self._guard() as conn, conn.transaction():
+            conn.execute(DURABLE)
+            self._confirm(conn, [entry.seq], "files", outcome, receipt)
+            params = {
+                "seq": entry.seq,
+                "recording_id": entry.recording_id,
+                "url": url,
+                "directory": ready.directory,
+                "files": json.dumps(ready.files),
+            }
+            conn.execute(UPLOADED, params)
 
     @staticmethod
-    def _confirm_params(
-        seqs: Sequence[int], endpoint: str, outcome: str, receipt: Receipt
-    ) -> dict[str, Any]:
+    def _confirm(
+        conn: psycopg.Connection[Any], seqs: Sequence[int], endpoint: str, outcome: str,
+        receipt: Receipt,
+    ) -> None:  # fmt: skip
         answer = receipt.answer
-        return {
+        params = {
             "seqs": "{" + ",".join(map(str, seqs)) + "}",
             "endpoint": endpoint,
             "outcome": outcome,
@@ -2064,24 +2107,12 @@ class Database:
             "lane": receipt.lane,
             "entity_id": receipt.entity_id,
         }
-
-    def confirm_upload(
-        self, entry: FileEntry, sent: Sequence[dict[str, Any]], directory: str, url: str,
-        outcome: str, receipt: Receipt,
-    ) -> None:  # fmt: skip
-        self.run_durably(
-            (CONFIRM, self._confirm_params([entry.seq], "files", outcome, receipt)),
-            (
-                UPLOADED,
-                {
-                    "seq": entry.seq,
-                    "recording_id": entry.recording_id,
-                    "url": url,
-                    "directory": directory,
-                    "files": json.dumps(sent),
-                },
-            ),
-        )
+        marked = conn.execute(CONFIRM, params, binary=True).fetchall()[0][0]
+        if marked < len(seqs) and conn.execute(STILL_PENDING, params).fetchall()[0][0]:
+            # It would be sent again at once, and again.
+            raise psycopg.errors.ObjectNotInPrerequisiteState(
+                "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
+            )
 
     def past(self, seq: int, endpoint: str) -> tuple[Any, ...] | None:
         rows = self.run(PAST, seq=seq, endpoint=endpoint)
@@ -2090,14 +2121,16 @@ class Database:
     def set_aside(self, aside: Aside) -> None:
         self._settle_failure(SET_ASIDE, aside)
 
-    def hold_type(self, aside: Aside) -> None:
-        self._settle_failure(HOLD_TYPE, aside)
+    def hold_type(self, aside: Aside) -> int | None:
+        self.set_aside(aside)
+        last: int | None = self._settle_failure(HOLD_TYPE, aside)[0][0]
+        return last
 
     def bury(self, aside: Aside) -> None:
         self._settle_failure(BURY, aside)
 
-    def _settle_failure(self, sql: str, aside: Aside) -> None:
-        self.run(
+    def _settle_failure(self, sql: str, aside: Aside) -> list[tuple[Any, ...]]:
+        return self.run(
             sql,
             seq=aside.seq,
             entity_type=aside.entity_type,
@@ -2128,6 +2161,7 @@ class Database:
 # ==================================================================================================
 
 ANSWER_MAX: Final = 64 * 1024
+HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
 STALL_SEC: Final = 60.0
 STALL_RATE: Final = 1000  # less than 1 kB/s for 60 s ends an upload
@@ -2190,12 +2224,50 @@ class _Tap:
             raise BrokenPipeError from None
 
 
+class _Metered:
+    """All of an answer is read through this (interim ones, head, chunks, trailers), up to a limit:
+    http.client alone takes heads of 6 MB, and reads without end after a chunk size of -1."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, HEAD_MAX + ANSWER_MAX
+
+    def _at_most(self, size: int) -> int:
+        if size < 0 or self._left <= 0:
+            raise http.client.HTTPException("an answer that is too long, or of no length")
+        return min(size, self._left)
+
+    def _count(self, text: bytes) -> bytes:
+        self._left -= len(text)
+        return text
+
+    def read(self, size: int = -1) -> bytes:
+        return self._count(self._file.read(self._at_most(size)))
+
+    def readline(self, size: int = -1) -> bytes:
+        return self._count(self._file.readline(self._at_most(size)))
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._at_most(len(buffer))
+        got: int = self._file.readinto(memoryview(buffer)[:size])
+        self._left -= got
+        return got
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Frugal(http.client.HTTPResponse):
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.fp: Any = _Metered(self.fp)
+
+
 class _Plain(_Tap, HTTPConnection):
-    pass
+    response_class = _Frugal
 
 
 class _Secure(_Tap, HTTPSConnection):
-    pass
+    response_class = _Frugal
 
 
 class Wire:
@@ -2287,10 +2359,16 @@ class Wire:
                 )
                 limit.extend(self.timeout)  # the whole answer, from its head on
                 text = self._read(response)
-            except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
+            except (
+                urllib3.exceptions.HTTPError,
+                http.client.HTTPException,
+                OSError,
+                TimedOut,
+                ValueError,  # http.client's own, of numbers that are none
+            ) as error:
                 return self._failed(error, limit, started)
-            except TimedOut as error:
-                return self._failed(error, limit, started)
+            if limit.expired:  # the end that was read is the one that we made
+                return self._failed(TimeoutError("the answer did not end in time"), limit, started)
         return Answer(
             status=response.status,
             body=text,
@@ -2298,7 +2376,7 @@ class Wire:
             length=response.headers.get("Content-Length"),
             detail="" if len(text) <= ANSWER_MAX else "an answer longer than 64 KiB",
             steady=self.steady,
-            complete=self._complete,
+            complete=self._complete and len(text) <= ANSWER_MAX,
             duration=time.monotonic() - started,
         )
 
@@ -2336,8 +2414,11 @@ class Wire:
             if not piece:
                 break
             text += piece
-        if len(text) > ANSWER_MAX or not self._complete:
+        # What comes next on a connection must be the next answer: not after an interim one (103),
+        # of which http.client makes an answer of its own, nor after half of anything.
+        if len(text) > ANSWER_MAX or not self._complete or response.status < 200:
             response.close()
+            self.close()
         else:
             response.release_conn()
         return bytes(text)
@@ -2358,7 +2439,7 @@ class Wire:
             trouble = Trouble.TIMEOUT
         elif tls and not ended:  # under TLS 1.3 our certificate is refused after the handshake
             trouble = Trouble.TLS
-        elif any_of(http.client.HTTPException) and not any_of(
+        elif any_of(http.client.HTTPException, ValueError) and not any_of(
             http.client.RemoteDisconnected, http.client.IncompleteRead, OSError
         ):
             trouble = Trouble.GARBLED
@@ -2675,8 +2756,9 @@ class Recordings:
 
     def __init__(self, root: str, extra: str) -> None:
         self.path, self.extra = root, extra
-        self._watched: dict[int, tuple[object, float]] = {}
+        self._watched: dict[int, tuple[int, float]] = {}
         self._clock_offset = time.time() - time.monotonic()
+        self._stepped_at = float("-inf")
 
     # --- the root -------------------------------------------------------------------------------
 
@@ -2872,22 +2954,27 @@ class Recordings:
             looks = [os.stat(n, dir_fd=folder, follow_symlinks=False) for n in sorted(present)]
         except FileNotFoundError:  # it went while we looked: anything but quiet
             return max(quiet, 1.0)
-        state = (
-            status.st_mtime_ns,
-            [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in looks],
-        )
+        seen_now = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in (status, *looks)]
+        state = hash(tuple(seen_now))
         now = time.monotonic()
         seen, since = self._watched.get(seq, (None, now))
         if seen != state:
             since = now
-            remember(self._watched, seq, (state, since))
+            remember(self._watched, seq, (state, since), 10_000)
         watched = now - since
         newest = max(s.st_mtime for s in [status, *looks])
         age = time.time() - newest
-        stepped = abs(time.time() - now - self._clock_offset) > 2
-        if age >= quiet and newest > 1.6e9 and not stepped:
+        if age >= quiet and newest > 1.6e9 and not self._clock_stepped(quiet):
             return 0.0
         return max(0.0, quiet - watched)
+
+    def _clock_stepped(self, within: float) -> bool:
+        """Whether the wall clock was set lately: then a time stamp may say anything."""
+        now = time.monotonic()
+        offset = time.time() - now
+        if abs(offset - self._clock_offset) > 2:
+            self._clock_offset, self._stepped_at = offset, now
+        return now - self._stepped_at < within
 
     @staticmethod
     def _as_sent(folder: int, name: str, upload: Upload) -> bool:
@@ -2958,6 +3045,16 @@ NESTED_EVERY: Final = 2.0
 ASK_EVERY: Final = 30.0
 
 
+def unreadable(error: psycopg.Error) -> Verdict:
+    reason = f"PostgreSQL cannot write it out: {error}"
+    return Verdict(Fate.ASIDE, "ENTRY_UNREADABLE", reason)
+
+
+def is_of_the_data(error: psycopg.Error) -> bool:
+    """Whether one entry may be to blame: bad data, program limits, memory, time."""
+    return (error.sqlstate or "")[:2] in ("22", "54") or error.sqlstate in ("53200", "57014")
+
+
 class Busy(Exception):
     """Another agent holds the lock."""
 
@@ -2989,9 +3086,10 @@ class Agent:
         self._unverified: dict[int, tuple[str, str, Answer]] = {}
         self._nested_until = 0.0  # not 0: we are between two chunks of an upload
         self._blind = False  # until the end of this upload
+        self._until = 0  # the last id of this pass
         self._travelling: list[str] = []  # the lane of the file that is being uploaded
         self._heard = self._heard_between = 0
-        self._looked = self._between_at = 0.0
+        self._looked = self._between_at = self._busy_at = 0.0
 
     # --- recording results ----------------------------------------------------------------------
 
@@ -3006,13 +3104,11 @@ class Agent:
         while self._unrecorded:
             generation, write = self._unrecorded[0]
             if generation != self.db.generation:
-                say(
-                    logging.WARNING,
-                    "fenced",
-                    "another sender came between: a result is thrown away",
-                )
-                self._unrecorded.pop(0)
-                continue
+                # Nor may anything go on that was read before: the whole cycle begins anew.
+                text = "another sender came between: a result is thrown away"
+                say(logging.WARNING, "fenced", text)
+                self._unrecorded.clear()
+                raise Lost(text)
             try:
                 write()
                 self._unrecorded.pop(0)
@@ -3031,6 +3127,8 @@ class Agent:
                 text = f"a result cannot be recorded, nothing else is sent: {error}"
                 self.repeats.say("record", str(error), logging.ERROR, "not_recorded", text)
                 self.report(text)
+                if self.is_once and tries >= 5:
+                    raise Unavailable(text) from None
                 self.pause(backoff(min(tries, 5), random.random()))
 
     # --- what an answer does to an endpoint -----------------------------------------------------
@@ -3103,8 +3201,7 @@ class Agent:
             self.record(partial(self.db.bury, aside))
             self._say_failed(aside)
         elif step.to is Next.HELD:
-            self.record(partial(self.db.hold_type, aside))
-            self.waiting = True
+            self.record(partial(self._hold_type, aside))
             self._say_failed(aside)
         elif verdict.fate is Fate.SUSPECT and not step.charged:
             door.aside.append(aside)  # an outage may still explain it
@@ -3113,6 +3210,12 @@ class Agent:
         if len(door.aside) >= door.lanes:
             self.begin_outage(door, verdict)
         return lane, entity_type, step.to
+
+    def _hold_type(self, aside: Aside) -> None:
+        self.waiting = True
+        reached = self.db.hold_type(aside)
+        if reached is not None:  # what is not held yet would be tried in this pass
+            self._until = min(self._until, reached)
 
     def _say_failed(self, aside: Aside) -> None:
         verdict, step, entity_type = aside.verdict, aside.step, aside.entity_type
@@ -3170,6 +3273,10 @@ class Agent:
                 return
 
     def _closed(self, door: Endpoint) -> bool:
+        """Nothing may be tried there now: an outage, a pause that was asked for, or a reload."""
+        undecided = self._nested_until or door.outage or door.aside
+        if self.process.reload and not undecided and not self.is_once:
+            return True
         due = door.outage.due if door.outage else 0.0
         return max(due, self.quiet_until) > time.monotonic()
 
@@ -3178,8 +3285,10 @@ class Agent:
 
     def pass_entries(self, skip: Sequence[str], fresh: bool) -> int:
         """One pass over the entries: how many were sent."""
-        sent = after = 0
-        until = self.db.last()
+        if not self._nested_until:
+            self.settle()  # what an upload before left
+        sent = after = unread = 0
+        self._until = self.db.last()
         door = self.entries
         was_out = door.outage is not None
         while True:
@@ -3188,13 +3297,34 @@ class Agent:
             # An upload's own call waits for it: a `recording` that the frontend stores after the
             # file, but that was written before its answer came, would undo the upload.
             out = [*skip, *(aside.lane for aside in door.aside), *self._travelling]
-            batch = self.db.fetch(after, until, door.size, self.config.batch_bytes, out, fresh)
+            try:
+                batch = self.db.fetch(
+                    after, self._until, door.size, self.config.batch_bytes, out, fresh
+                )
+            except psycopg.Error as error:
+                unread += 1
+                if unread > 4 or not is_of_the_data(error):
+                    raise
+                door.size, after = self._unreadable(door, after, error)
+                continue
             if not batch.seqs:
                 return sent
+            unread = 0
             after = batch.seqs[-1]
             sent += self.deliver(batch)
             if self._closed(door) or self._nested_is_over() or (was_out and sent):
                 return sent
+
+    def _unreadable(self, door: Endpoint, after: int, error: psycopg.Error) -> tuple[int, int]:
+        """PostgreSQL cannot write out what comes next: it must not block the rest. Returns the next
+        size, and where to go on."""
+        if door.size > 1:
+            return 1, after
+        seq = self.db.next_pending(after)
+        if not seq:
+            raise error
+        self.failed(door, seq, unreadable(error))
+        return 1, seq
 
     # --- entries --------------------------------------------------------------------------------
 
@@ -3222,10 +3352,12 @@ class Agent:
                 for seq, reason in rejected.items():
                     refusal = Verdict(Fate.DEAD, "REJECTED", reason, verdict.status)
                     self._leave_out(self.failed(door, seq, refusal), out)
+            elif self._nested_until and verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
+                self._blind = (
+                    True  # our own upload may be what fills the line: nothing is concluded
+                )
             elif verdict.fate is Fate.OUTAGE:
                 self.begin_outage(door, verdict)
-            elif self._nested_until and verdict.code == "NETWORK_TIMEOUT":
-                self._blind = True
             elif len(picked) > 1:
                 known = known or self.db.lanes(batch.seqs)
                 if verdict.code in ("NETWORK_TIMEOUT", "TOO_LARGE"):
@@ -3262,15 +3394,17 @@ class Agent:
 
     def send(self, part: Batch) -> tuple[Verdict, dict[int, str]]:
         """One request of entries; what was confirmed is recorded before anything else happens."""
+        left = max(0.5, self._nested_until - time.monotonic())
         try:
             key, length, body = self._body(part)
+            most = left if self._nested_until else float("inf")
+            answer = self.frontend.post(body, length, key, most)
         except EntryTrouble as trouble:
             return trouble.verdict, {}
-        most = max(0.5, self._nested_until - time.monotonic()) if self._nested_until else None
-        try:
-            answer = self.frontend.post(body, length, key, most or float("inf"))
-        except EntryTrouble as trouble:
-            return trouble.verdict, {}
+        except psycopg.Error as error:
+            if not is_of_the_data(error):
+                raise
+            return unreadable(error), {}
         verdict, rejected = confirm_entries(answer, key, part.seqs, time.time())
         if verdict.fate is Fate.SENT:
             digest = hashlib.sha256(part.body).hexdigest() if part.body else None
@@ -3280,6 +3414,7 @@ class Agent:
             self.record(partial(self.db.confirm, stored, "entries", outcome, receipt))
             self.succeeded(self.entries, len(part.seqs))
             self.tally.entries += len(stored)
+            self.busy(f"sending entries: {self.tally.entries} so far")
             self._say_sent(part.seqs, len(stored), key, answer)
         return verdict, rejected
 
@@ -3358,6 +3493,7 @@ class Agent:
                 sent += self.deliver_file(entry)
                 if self._closed(door) or (was_out and sent):
                     return sent
+                self.remove_uploaded()
                 if self.db.notifications() != heard:
                     heard = self.db.notifications()
                     self.drain(self.entries, self.pass_entries)
@@ -3365,6 +3501,7 @@ class Agent:
 
     def deliver_file(self, entry: FileEntry) -> int:
         """Uploads one recording, if it can be; 1 when it is through."""
+        self.settle()  # what an upload before left
         waited = entry.waited
         if entry.tries:  # of our own running time, whatever the database's clock did
             up = time.monotonic() - self.started
@@ -3492,7 +3629,9 @@ class Agent:
             return
         self._between_at = now
         progress = {"seq": entry.seq, "bytes": sent, "size": ready.size}
-        self.state.write(f"uploading recording {entry.seq}", **progress)
+        self.busy(
+            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}", **progress
+        )
         if self._blind:
             return
         try:
@@ -3513,11 +3652,7 @@ class Agent:
             "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id
         )
         outcome = "conflict_processed" if verdict.code else "sent"
-        self.record(
-            partial(
-                self.db.confirm_upload, entry, ready.files, ready.directory, url, outcome, receipt
-            )
-        )
+        self.record(partial(self.db.confirm_upload, entry, ready, url, outcome, receipt))
         self.succeeded(self.files, 1)
         self.tally.files += 1
         self.tally.bytes += ready.size
@@ -3637,6 +3772,15 @@ class Agent:
             if not self.is_once:
                 daemon.notify(f"STATUS={sentence}")
 
+    def busy(self, sentence: str, **progress: object) -> None:
+        """What is going on in the middle of a cycle; at most once a second."""
+        if time.monotonic() - self._busy_at >= 1:
+            self._busy_at = time.monotonic()
+            self.state.write(sentence, **progress)
+            self.sentence = sentence
+            if not self.is_once:
+                daemon.notify(f"STATUS={sentence}")
+
     def prune(self) -> None:
         """Once a day, in chunks; an unprocessed row never, however old."""
         if time.monotonic() < self.prune_due or not self.config.retention_days or self.is_once:
@@ -3667,8 +3811,10 @@ class Agent:
                 self.repeats.say("lock", "standby", logging.INFO, "standby", STANDBY)
                 self.report(STANDBY)
                 self.pause(2.0)
-            except (Unavailable, Lost, psycopg.Error) as error:
+            except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
                 self.db.close()
+                if isinstance(error, ConfigError) and not self.db.epoch:
+                    raise  # later it is a state: a restore may be under way
                 text = clean(" ".join(str(error).split()), MASKING.known)
                 if self.is_once:
                     raise Unavailable(text) from None
@@ -3783,10 +3929,10 @@ class Agent:
                 raise
             except Exception as error:
                 tries += 1
+                text = f"a cycle failed, and is tried again: {error!r}"
                 self.repeats.say(
-                    "cycle", repr(error), logging.ERROR, "cycle_failed",
-                    f"a cycle failed, and is tried again: {error!r}\n{traceback.format_exc(-4)}",
-                )  # fmt: skip
+                    "cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True
+                )
                 self.report(f"a cycle failed: {error!r}")
                 try:
                     self.pause(backoff(min(tries, 5), 1.0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 
+import pytest
+
 from agent import AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply, Request
@@ -96,3 +98,33 @@ def test_a_reload_while_a_result_cannot_be_recorded_is_done_and_does_not_spin(
     wait_until(lambda: not db.pending(), 60, what="the result to be recorded", state=running.log)
     assert frontend.seqs() == [seq], "it was sent again"
     assert not failures(db)
+
+
+@pytest.mark.parametrize("when", ["infinity", "-infinity", "4000-01-01 BC"])
+def test_an_entry_of_an_odd_time_blocks_nothing(
+    agent: AgentFactory, backend: Backend, db: Database, when: str
+) -> None:
+    seq = backend.enqueue()
+    db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
+    backend.enqueue()
+    assert agent.once().returncode == 0
+    assert not db.pending()
+
+
+@pytest.mark.slow
+def test_an_entry_that_postgresql_cannot_write_out_is_set_aside_and_blocks_nothing(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    seq = backend.enqueue()
+    # Six characters each in JSON: more than PostgreSQL's limit of 1 GB for a text.
+    db.execute(
+        "update sync_outbox set payload = jsonb_build_object('x', repeat(chr(1), 190000000)) "
+        "where id = %s",
+        (seq,),
+    )
+    other = backend.enqueue()
+    result = agent.once(timeout=120)
+    assert frontend.seqs() == [other], result.stderr
+    code, _, attempts = failures(db)[seq]
+    assert (code, attempts) == ("ENTRY_UNREADABLE", 0)
+    assert result.returncode == 75
