@@ -36,6 +36,7 @@ import argparse
 import contextlib
 import difflib
 import errno
+import fcntl
 import hashlib
 import http.client
 import json
@@ -49,6 +50,7 @@ import socket
 import ssl
 import stat
 import sys
+import termios
 import time
 import traceback
 import uuid
@@ -557,7 +559,6 @@ class FileEntry:
     call_id: str | None
     tries: int
     waited: float
-    since_look: float
     upload_status: str | None
     file_url: str | None
     second: bool
@@ -574,6 +575,7 @@ class Receipt:
     answer: Answer
     lane: str | None = None
     entity_id: str | None = None
+    url: str | None = None
 
 
 @dataclass
@@ -617,6 +619,7 @@ class Endpoint:
     lanes: int = OUTAGE_LANES
     aside: list[Aside] = field(default_factory=list)  # in a row, and not yet written down
     tried: dict[str, None] = field(default_factory=dict)  # lanes, in the order of their last try
+    held: dict[str, int] = field(default_factory=dict)  # types, and how often they were asked
     suspected: dict[int, int] = field(default_factory=dict)  # successes at failures it hid
 
 
@@ -760,7 +763,7 @@ def configure_logging(config: Config) -> None:
     log.setLevel(config.log_level.upper())
 
 
-def say(level: int, event: str, sentence: str, exc_info: bool = False, **more: object) -> None:
+def say(level: int, event: str, sentence: str, exc_info: bool = False, **more: Any) -> None:
     """One sentence with its fields; a field that is None is left out."""
     extra = {key: str(value) for key, value in more.items() if value is not None}
     extra["EVENT"] = event
@@ -935,6 +938,7 @@ class StateFile:
 BACKOFF_CAP: Final = 256.0
 RETRY_AFTER_CAP: Final = 3600.0
 DEATHS_IN_ROW: Final = 9  # a type that is only ever rejected is the frontend's fault, not ours
+HELD_SEC: Final = 3000.0  # how long a held type waits, but for one entry that is asked
 LOOKS_MIN: Final = 5
 LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer than 300 s
 # Deaths that say nothing of the frontend.
@@ -1315,9 +1319,11 @@ create table serversync.deliveries (
     started_at timestamptz not null,
     duration_ms int not null,
     lane text,
-    entity_id uuid
+    entity_id uuid,
+    url text
 );
 create index on serversync.deliveries (lane) where lane is not null;
+create index on serversync.deliveries (entity_id) where entity_id is not null;
 
 create table serversync.counters (
     name text, label text, value double precision not null, primary key (name, label)
@@ -1540,10 +1546,14 @@ with picked as materialized (
     select *, sum(stored) over (order by id) - stored as before from picked
 ), texts as materialized (
     select o.id, serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op,
-                                  r.id is not null, r.s3_url) as entry
+                                  coalesce(r.upload_status = 'uploaded', d.url is not null),
+                                  coalesce(r.s3_url, d.url)) as entry
     from sized o
     left join recordings r on o.entity_type = 'recording' and r.id = o.entity_id
-                          and r.upload_status = 'uploaded'
+    left join lateral (
+        select url from serversync.deliveries  -- where the backend has no row of it
+        where r.id is null and o.entity_type = 'recording' and entity_id = o.entity_id
+        order by id desc limit 1) d on true
     where o.before < %(bytes)s::bigint
 ), measured as (
     select id, entry, octet_length(entry) as size,
@@ -1560,12 +1570,17 @@ from measured where total <= %(bytes)s::bigint or total = size
 SLICE: Final = """
 with whole as materialized (
     select convert_to(serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at,
-                                       o.op, r.id is not null, r.s3_url), 'UTF8') as text
+                                       o.op, coalesce(r.upload_status = 'uploaded',
+                                                      d.url is not null),
+                                       coalesce(r.s3_url, d.url)), 'UTF8') as text
     from (select null::text as op) as absent
     cross join lateral (select id, entity_type, entity_id, payload, created_at, op::text as op
                         from sync_outbox where id = %(seq)s and processed_at is null) as o
     left join recordings r on o.entity_type = 'recording' and r.id = o.entity_id
-                          and r.upload_status = 'uploaded'
+    left join lateral (
+        select url from serversync.deliveries
+        where r.id is null and o.entity_type = 'recording' and entity_id = o.entity_id
+        order by id desc limit 1) d on true
 )
 select encode(sha256(text), 'hex'), substring(text from %(start)s::int for %(length)s::int)
 from whole
@@ -1591,7 +1606,6 @@ with first_json as materialized (
 )
 select o.id, o.lane, o.entity_id::text, o.call_log_id, o.recording_id, o.file_path, o.call_id,
        coalesce(f.tries, 0), coalesce(f.waited, 0)::float8,
-       coalesce(extract(epoch from now() - f.updated_at), 0)::float8,
        r.upload_status, r.s3_url,
        exists (select from serversync.deliveries d
                where d.lane = o.lane and d.entity_id <> o.recording)
@@ -1653,11 +1667,11 @@ with sent as (
 ), receipt as (
     insert into serversync.deliveries (kind, first_seq, last_seq, entries, bytes, idempotency_key,
         request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, lane,
-        entity_id)
+        entity_id, url)
     select %(kind)s, min(id), max(id), count(*), %(bytes)s, %(key)s, %(request_sha256)s::text,
            %(answer_sha256)s, %(status)s::int, %(outcome)s,
            clock_timestamp() - %(seconds)s::float8 * interval '1 second',
-           %(seconds)s::float8 * 1000, %(lane)s::text, %(entity_id)s::uuid
+           %(seconds)s::float8 * 1000, %(lane)s::text, %(entity_id)s::uuid, %(url)s::text
     from sent having count(*) > 0
 ), counted as (
     insert into serversync.counters as c (name, label, value)
@@ -1707,9 +1721,8 @@ on conflict (outbox_id) do update set tries = excluded.tries, attempts = exclude
     error_code = excluded.error_code, error = excluded.error, http_status = excluded.http_status,
     updated_at = now(), waited = excluded.waited
 """
-# A type that is only ever rejected: beside the entry that was tried, which asks again soon, what is
-# due of it waits until one succeeds (see CONFIRM), or for most of an hour. In chunks; returns the
-# last id that was reached, if there is more.
+# A type that is only ever rejected: what is due of it waits for most of an hour, or until one
+# succeeds (see CONFIRM). In chunks; returns the last id that was reached, if there is more.
 HOLD_TYPE: Final = """
 with due as materialized (
     select o.id, o.payload, o.entity_id
@@ -1722,14 +1735,27 @@ with due as materialized (
     insert into serversync.failures as f (outbox_id, entity_type, is_file, lane, tries, attempts,
         successes, next_attempt_at, error_code, error, http_status)
     select id, %(entity_type)s, %(entity_type)s = 'recording_file',
-           serversync.lane(payload, entity_id), 1, 0, %(successes)s, now() + interval '50 minutes',
-           %(code)s, %(error)s, %(status)s::int
+           serversync.lane(payload, entity_id), 1, 0, %(successes)s,
+           now() + %(held)s::float8 * interval '1 second', %(code)s, %(error)s, %(status)s::int
     from due
     on conflict (outbox_id) do update set next_attempt_at = excluded.next_attempt_at,
         error_code = excluded.error_code, error = excluded.error,
         http_status = excluded.http_status, updated_at = now()
 )
 select case when count(*) = 5000 then max(id) end from due
+"""
+# The next one of a held type that is asked, and soon: each in its turn, so that one that is
+# rejected rightly does not speak for all. The first of its lane, for the others wait for it.
+PROBE_NEXT: Final = """
+update serversync.failures set next_attempt_at = now() + %(delay)s::float8 * interval '1 second'
+where outbox_id = (
+    select f.outbox_id
+    from serversync.failures f
+    join sync_outbox o on o.id = f.outbox_id and o.processed_at is null
+    where f.entity_type = %(entity_type)s
+      and not exists (select from serversync.failures e
+                      where e.lane = f.lane and e.outbox_id < f.outbox_id)
+    order by f.outbox_id = %(seq)s, f.updated_at, f.outbox_id limit 1)
 """
 # An entry that is given up. It leaves the hot index in the same transaction, payload and all; a
 # dead recording is shown as failed, unless it is uploaded.
@@ -1925,7 +1951,10 @@ class Database:
             return False
         self._prepare()
         before = (self._database, self.epoch + 1)
-        self._database, self.epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
+        with self._guard() as conn, conn.transaction():
+            conn.execute(DURABLE)  # an epoch that a power cut takes back would come twice
+            row = conn.execute(TAKE_OVER, {"device": self.device}).fetchone()
+        self._database, self.epoch, self.root_id = row or ("", 0, None)
         if (self._database, self.epoch) != before:
             self.generation += 1
         self.run("listen serversync")
@@ -2106,6 +2135,7 @@ class Database:
             "seconds": answer.duration,
             "lane": receipt.lane,
             "entity_id": receipt.entity_id,
+            "url": receipt.url,
         }
         marked = conn.execute(CONFIRM, params, binary=True).fetchall()[0][0]
         if marked < len(seqs) and conn.execute(STILL_PENDING, params).fetchall()[0][0]:
@@ -2122,8 +2152,9 @@ class Database:
         self._settle_failure(SET_ASIDE, aside)
 
     def hold_type(self, aside: Aside) -> int | None:
-        self.set_aside(aside)
+        self.set_aside(replace(aside, step=replace(aside.step, delay=HELD_SEC)))
         last: int | None = self._settle_failure(HOLD_TYPE, aside)[0][0]
+        self._settle_failure(PROBE_NEXT, aside)
         return last
 
     def bury(self, aside: Aside) -> None:
@@ -2138,6 +2169,7 @@ class Database:
             tries=aside.step.tries,
             attempts=aside.step.attempts,
             delay=aside.step.delay,
+            held=HELD_SEC,
             successes=aside.successes,
             waited=aside.waited,
             code=aside.verdict.code,
@@ -2395,9 +2427,14 @@ class Wire:
         poller = select.poll()
         poller.register(self.sock.fileno(), select.POLLIN)
         poller.register(self.process.wake_fd, select.POLLIN)
-        until = time.monotonic() + patience
+        until, unsent = time.monotonic() + patience, 1 << 40
         while time.monotonic() < until:
             between()
+            queued = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            if 0 < int.from_bytes(queued, sys.byteorder) < unsent:  # still going out, slowly
+                unsent = int.from_bytes(queued, sys.byteorder)
+                until = time.monotonic() + patience
+                limit.extend(patience)
             events = dict(poller.poll(TICK * 1000))
             if events.get(self.sock.fileno()) and self.answered():
                 limit.extend(self.timeout)
@@ -2777,6 +2814,8 @@ class Recordings:
             found = self._marker(fd)
             if known is None:
                 adopt(found or self._mark(fd))
+                with contextlib.suppress(OSError):  # now: a full disk has no room for it
+                    os.close(self._subdirectory(fd, TRASH, 0o700))
             elif found != known:
                 raise self._root_missing(
                     f"its {MARKER} is {'another one' if found else 'not there'}: not mounted? "
@@ -2933,9 +2972,9 @@ class Recordings:
             plain = not any(os.path.isdir(f"/proc/self/fd/{folder}/{n}") for n in present - ours)
             whole = present == ours or (self.extra == "delete" and plain)
             if whole:
-                os.rename(upload.directory, str(upload.seq), src_dir_fd=root, dst_dir_fd=trash)
+                self._take(root, trash, upload, folder)
             elif ours:
-                self._move(folder, trash, str(upload.seq), ours, 0o700)
+                self._take_some(folder, trash, upload, ours)
             self._empty(root, trash, upload)
             if not whole:
                 with contextlib.suppress(OSError):  # others' files stay, and so does it
@@ -2945,6 +2984,26 @@ class Recordings:
             return Removal(done=True)
         finally:
             os.close(folder)
+
+    @staticmethod
+    def _take(root: int, trash: int, upload: Upload, folder: int) -> None:
+        """The directory that was looked at, into the trash; another one of its name goes back."""
+        name = str(upload.seq)
+        os.rename(upload.directory, name, src_dir_fd=root, dst_dir_fd=trash)
+        taken = os.stat(name, dir_fd=trash, follow_symlinks=False)
+        if taken.st_ino != os.fstat(folder).st_ino:
+            os.rename(name, upload.directory, src_dir_fd=trash, dst_dir_fd=root)
+            raise OSError(errno.EBUSY, "the directory was exchanged for another")
+
+    def _take_some(self, folder: int, trash: int, upload: Upload, ours: set[str]) -> None:
+        try:
+            self._move(folder, trash, str(upload.seq), ours, 0o700)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            for name in sorted(ours):  # no room even for the trash: compared, and gone
+                if self._as_sent(folder, name, upload):
+                    os.unlink(name, dir_fd=folder)
 
     def _until_quiet(self, folder: int, present: set[str], seq: int, quiet: float) -> float:
         """How long the directory must still be left alone: by its newest mtime where the clock can
@@ -3006,6 +3065,13 @@ class Recordings:
             bin_fd = os.open(name, _OPEN_DIR, dir_fd=trash)
         except FileNotFoundError:
             return
+        except OSError as error:
+            if error.errno in (
+                errno.ELOOP,
+                errno.ENOTDIR,
+            ):  # a link was taken, and then came a kill
+                os.rename(name, upload.directory, src_dir_fd=trash, dst_dir_fd=root)
+            raise
         try:
             present = set(os.listdir(bin_fd))
             good = {n for n in present & upload.names if self._as_sent(bin_fd, n, upload)}
@@ -3013,7 +3079,9 @@ class Recordings:
             if changed:  # not what the frontend has: all of it goes back, and stays together
                 self._put_back(root, trash, bin_fd, upload, present)
             else:
-                strangers = set() if self.extra == "delete" else present - upload.names
+                strangers = present - upload.names
+                if self.extra == "delete" and good:  # beside what was sent; else not of this call
+                    strangers = set()
                 if strangers:
                     self._move(bin_fd, root, upload.directory, strangers, 0o777)
                 for each in sorted(present - strangers):
@@ -3072,7 +3140,6 @@ class Agent:
         self.files = Endpoint("files", 1, lanes=lanes)
         self.repeats = Repeats()
         self.tally = Tally()
-        self.started = time.monotonic()
         self.interval = config.poll_interval
         self.sentence = ""
         self.deaths = 0
@@ -3084,6 +3151,7 @@ class Agent:
         self.stale_due = 0.0
         self._unrecorded: list[tuple[int, Callable[[], object]]] = []
         self._unverified: dict[int, tuple[str, str, Answer]] = {}
+        self._looks: dict[int, float] = {}  # when a recording was last looked at
         self._nested_until = 0.0  # not 0: we are between two chunks of an upload
         self._blind = False  # until the end of this upload
         self._until = 0  # the last id of this pass
@@ -3195,6 +3263,12 @@ class Agent:
         verdict = replace(verdict, reason=clean(verdict.reason, MASKING.known))
         retry_max, hours = self.config.retry_max, self.config.retry_hours
         step = next_state(past, verdict, successes, deaths, retry_max, hours, random.random())
+        if step.to is Next.HELD:  # asked more and more rarely, whichever entry is asked
+            asked = door.held.get(entity_type, 0) + 1
+            remember(door.held, entity_type, asked)
+            step = replace(step, delay=backoff(asked, random.random()))
+        elif step.to is Next.DEAD:
+            door.held.pop(entity_type, None)
         aside = Aside(seq, entity_type, lane, call, verdict, step, successes, waited, recording_id)
         remember(door.tried, lane, None)
         if step.to is Next.DEAD:
@@ -3353,9 +3427,7 @@ class Agent:
                     refusal = Verdict(Fate.DEAD, "REJECTED", reason, verdict.status)
                     self._leave_out(self.failed(door, seq, refusal), out)
             elif self._nested_until and verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
-                self._blind = (
-                    True  # our own upload may be what fills the line: nothing is concluded
-                )
+                self._blind = True  # perhaps our own upload fills the line: nothing is concluded
             elif verdict.fate is Fate.OUTAGE:
                 self.begin_outage(door, verdict)
             elif len(picked) > 1:
@@ -3372,10 +3444,12 @@ class Agent:
 
     @staticmethod
     def _leave_out(outcome: tuple[str, str, Next] | None, out: set[str]) -> None:
+        """Its lane; of a held type all, once three lanes spoke for it: one may be truly bad."""
         if outcome is not None and outcome[2] is not Next.DEAD:
             out.add(outcome[0])
             if outcome[2] is Next.HELD:
-                out.add("type " + outcome[1])
+                times = sum(each.startswith(f"type {outcome[1]} ") for each in out)
+                out.add(f"type {outcome[1]} {times}" if times < 2 else f"type {outcome[1]}")
 
     def _left(
         self, batch: Batch, picked: list[int], known: dict[int, tuple[str, str]], out: set[str]
@@ -3502,10 +3576,9 @@ class Agent:
     def deliver_file(self, entry: FileEntry) -> int:
         """Uploads one recording, if it can be; 1 when it is through."""
         self.settle()  # what an upload before left
-        waited = entry.waited
-        if entry.tries:  # of our own running time, whatever the database's clock did
-            up = time.monotonic() - self.started
-            waited += min(max(entry.since_look, 0.0), up, 2 * BACKOFF_CAP)
+        now = time.monotonic()  # of our own running time, whatever the database's clock did
+        waited = entry.waited + now - self._looks.get(entry.seq, now)
+        remember(self._looks, entry.seq, now, 10_000)
         grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
         self._travelling = [entry.lane]
         try:
@@ -3649,7 +3722,7 @@ class Agent:
         self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
     ) -> None:
         receipt = Receipt(
-            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id
+            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id, url
         )
         outcome = "conflict_processed" if verdict.code else "sent"
         self.record(partial(self.db.confirm_upload, entry, ready, url, outcome, receipt))

@@ -9,7 +9,7 @@ import pytest
 from agent import AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply, Request
-from ledger import failures
+from ledger import dead, failures, let_hours_pass
 from pg import Database
 from waiting import wait_until
 
@@ -128,3 +128,67 @@ def test_an_entry_that_postgresql_cannot_write_out_is_set_aside_and_blocks_nothi
     code, _, attempts = failures(db)[seq]
     assert (code, attempts) == ("ENTRY_UNREADABLE", 0)
     assert result.returncode == 75
+
+
+def test_entries_that_are_rejected_rightly_do_not_hold_their_type_back(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    bad = {str(uuid.uuid4()) for _ in range(11)}
+    for entity_id in sorted(bad):
+        backend.enqueue(entity_id=entity_id)
+        frontend.poison[entity_id] = Reply(400, body={"error": "bad"})
+    good = [backend.enqueue() for _ in range(5)]
+    for _ in range(3):
+        agent.once()
+        let_hours_pass(db, 1)
+    assert set(frontend.seqs()) == set(good)
+    assert len(dead(db)) == len(bad)
+    assert not db.pending()
+
+
+def test_an_uploaded_recording_without_its_row_keeps_its_player(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    call = backend.end_call()
+    db.execute("delete from recordings")
+    assert agent.once().returncode == 0
+    later = {"callLogId": call.call_log_id, "uploadStatus": "local_only"}
+    backend.enqueue("recording", later, entity_id=call.recording_id)
+    assert agent.once().returncode == 0
+    assert frontend.playable(call.recording_id)
+
+
+def test_a_mark_that_changes_nothing_is_said_and_nothing_is_sent_twice(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    with db.admin() as admin:
+        admin.execute(
+            "create function no() returns trigger language plpgsql as $$ begin return null; end $$"
+        )
+        admin.execute(
+            "create trigger no before update on sync_outbox for each row execute function no()"
+        )
+    seq = backend.enqueue()
+    running = agent()
+    running.wait_log("marking an entry in sync_outbox changes nothing")
+    with db.admin() as admin:
+        admin.execute("drop trigger no on sync_outbox")
+    wait_until(lambda: not db.pending(), 60, what="the mark", state=running.log)
+    assert frontend.seqs() == [seq]
+
+
+def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    running = agent()
+    running.wait_log("schema serversync")
+    db.execute("revoke select on system_settings from voicebot")
+    end = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s"
+    with db.admin() as admin:
+        admin.execute(end, ("serversync",))
+    running.wait_log("lacks rights")
+    db.execute("grant select on system_settings to voicebot")
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), 60, "the entry")
+    assert running.running

@@ -255,7 +255,7 @@ FIELDS: dict[str, object] = {
 
 
 def test_the_fields_reach_the_journal_as_text(sent: Sent) -> None:
-    say(logging.WARNING, "entry_set_aside", "entry 17 waits", **FIELDS)
+    say(logging.WARNING, "entry_set_aside", "entry 17 waits", False, **FIELDS)
     ((message, fields),) = sent
     assert message == "entry 17 waits"
     wanted = {"EVENT": "entry_set_aside"} | {key: str(value) for key, value in FIELDS.items()}
