@@ -3768,10 +3768,13 @@ class Agent:
         self.repeats.over("root")
 
     def _remove(self, root: int, upload: Upload) -> None:
-        if self._wanted(upload.directory):
-            result = Removal(wait=60.0)
-        else:
-            result = self.recordings.remove(root, upload, self.config.delete_after)
+        try:
+            if self._wanted(upload.directory):
+                result = Removal(wait=60.0)
+            else:
+                result = self.recordings.remove(root, upload, self.config.delete_after)
+        except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
+            result = Removal(error=f"{upload.directory}: {met!r}")
         if result.done:
             self.db.run(FORGET_UPLOAD, seq=upload.seq)
             self.tally.removed += 1
@@ -3953,22 +3956,22 @@ class Agent:
         self.process.reload = False
         daemon.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            config = self.reread()
+            self._use(self.reread())
+            say(logging.INFO, "reloaded", "the configuration was read again")
         except ConfigError as error:
             for problem in error.problems:
                 say(logging.ERROR, "bad_configuration", f"the old configuration stays: {problem}")
-        else:
-            self._use(config)
-            say(logging.INFO, "reloaded", "the configuration was read again")
-        daemon.notify("READY=1")
+        finally:
+            daemon.notify("READY=1")
 
     reread: Callable[[], Config]
 
     def _use(self, config: Config) -> None:
+        frontend = Frontend(config, self.process)  # the one that can fail, by its TLS files
         configure_logging(config)
         self.db.use(config.database_url, config.device_id)
         self.frontend.close()
-        self.frontend = Frontend(config, self.process)
+        self.frontend = frontend
         self.recordings = Recordings(config.recordings_dir, config.extra_files)
         self.config = config
         self.entries.size = min(self.entries.size, config.batch_size)
@@ -3987,6 +3990,8 @@ class Agent:
         while True:
             try:
                 self.process.check()
+                if tries:
+                    self.pause(backoff(min(tries, 5), 1.0))
                 self.hold()
                 self.cycle()
                 self.rest()
@@ -4007,10 +4012,6 @@ class Agent:
                     "cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True
                 )
                 self.report(f"a cycle failed: {error!r}")
-                try:
-                    self.pause(backoff(min(tries, 5), 1.0))
-                except Stopping:
-                    break
         daemon.notify("STOPPING=1\nSTATUS=stopped")
         say(logging.INFO, "stopped", "stopped; what is pending waits in the outbox")
         self.close()
