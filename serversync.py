@@ -912,22 +912,27 @@ class StateFile:
         self.path = os.path.join(directory, "state.json") if directory else None
         self.since = time.time()
         self.unwritten: dict[str, object] | None = None
-        self._at = float("-inf")
+        self._next = 0.0
 
     def write(self, sentence: str, **progress: object) -> None:
         state = {"pid": os.getpid(), "since": self.since, "sentence": sentence}
         self.unwritten = state | {"progress": progress or None}
         self.flush()
 
+    def wait(self) -> float:
+        """In how many seconds there is something to write."""
+        unwritten = self.path is not None and self.unwritten is not None
+        return max(0.0, self._next - time.monotonic()) if unwritten else float("inf")
+
     def flush(self) -> None:
-        if self.path is None or self.unwritten is None or time.monotonic() - self._at < 1:
+        if self.wait() > 0:
             return
-        self._at = time.monotonic()
-        text, self.unwritten = json.dumps(self.unwritten) + "\n", None
-        with contextlib.suppress(OSError):  # a full /run must not stop deliveries
-            with open(self.path + ".new", "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(self.path + ".new", self.path)
+        self._next = time.monotonic() + 5  # a full /run must not stop deliveries: again later
+        with contextlib.suppress(OSError):
+            with open(f"{self.path}.new", "w", encoding="utf-8") as file:
+                file.write(json.dumps(self.unwritten) + "\n")
+            os.replace(f"{self.path}.new", str(self.path))
+            self.unwritten, self._next = None, self._next - 4
 
 
 # ==================================================================================================
@@ -3938,7 +3943,7 @@ class Agent:
             if self.db.conn is not None:
                 poller.register(self.db.conn.fileno(), select.POLLIN)
             self.state.flush()
-            wait = min(left, self.process.idle_limit, 1.0 if self.state.unwritten else left)
+            wait = min(left, self.process.idle_limit, self.state.wait())
             if self.db.locked and not self.db.local:
                 wait = min(wait, self._ask_silent_peer())
             poller.poll(wait * 1000 + 1)
@@ -4113,6 +4118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return agent.once() if once else agent.serve()
     except ConfigError as error:
         return refuse(error)
+    finally:
+        try:
+            if sys.stderr:  # closed at the start: None
+                sys.stderr.flush()
+        except OSError:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  a full disk is no exit code (120)
 
 
 def _entry_point() -> NoReturn:
