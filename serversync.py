@@ -3919,6 +3919,7 @@ class Agent:
         """The wait at the end of a cycle: until something is due, or comes."""
         now = time.monotonic()
         waits = [self.interval, self.delete_due - now]
+        waits += [self.prune_due - now] if self.config.retention_days else []
         quiet = self.quiet_until
         waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
         waits += [quiet - now] if quiet > now else []

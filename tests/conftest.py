@@ -78,3 +78,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
     factory = getattr(item, "funcargs", {}).get("agent")
     if report.when == "call" and report.failed and isinstance(factory, AgentFactory):
         report.sections.append(("the agents' logs", factory.logs()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The faults take minutes and are about the product: once, on Debian's libraries."""
+    for item in items:
+        if item.path.parent.name == "faults":
+            item.add_marker(pytest.mark.slow)

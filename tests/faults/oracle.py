@@ -1,0 +1,150 @@
+"""The oracle: what must be true of the outbox, the disk and the frontend, whatever happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backend import Backend, Call
+from frontend import Frontend
+from pg import Database
+
+TRASH = ".serversync-trash"
+
+
+@dataclass
+class Oracle:
+    """Knows what the backend committed, and compares it with what the frontend confirmed."""
+
+    db: Database
+    frontend: Frontend
+    backend: Backend
+    calls: list[Call] = field(default_factory=list)
+    doomed: set[int] = field(default_factory=set)  # entries that a fault allows to die
+    never: set[str] = field(default_factory=set)  # entities whose transaction was rolled back
+    kept: list[Path] = field(default_factory=list)  # files that are not the agent's to delete
+    # What the frontend has, read off its growing lists: runs may be long.
+    _files: dict[str, set[str]] = field(default_factory=dict)
+    _entities: set[str] = field(default_factory=set)
+    _read: list[int] = field(default_factory=lambda: [0, 0])
+
+    def _catch_up(self) -> None:
+        uploads, entries = self.frontend.uploads, self.frontend.entries
+        while self._read[0] < len(uploads):
+            file = uploads[self._read[0]]
+            self._files.setdefault(file.call_log_id, set()).add(file.sha256)
+            self._read[0] += 1
+        while self._read[1] < len(entries):
+            self._entities.add(entries[self._read[1]]["entityId"])
+            self._read[1] += 1
+
+    def end_call(self, **how: object) -> Call:
+        call = self.backend.end_call(**how)  # type: ignore[arg-type]
+        self.calls.append(call)
+        return call
+
+    def confirmed(self, call: Call) -> bool:
+        """The frontend has these very bytes."""
+        self._catch_up()
+        return call.sha256 in self._files.get(call.call_log_id, set())
+
+    def lost(self) -> list[str]:
+        """What is lost at this very moment: true at any time, also in the middle of a fault."""
+        problems = []
+        gone = [call for call in list(self.calls) if call.size and not self._on_disk(call)]
+        # In this order: what is gone by now must have been confirmed by now.
+        uploaded = "select id::text from recordings where upload_status = 'uploaded'"
+        shown = {row[0] for row in self.db.rows(uploaded)} if gone else set()
+        for call in gone:
+            if not self.confirmed(call):
+                problems.append(f"{call.call_id}: the file is gone, its bytes never arrived")
+            if call.recording_id not in shown:
+                problems.append(f"{call.call_id}: the file is gone, the database has no URL")
+        processed = "select id, entity_id::text from sync_outbox where processed_at is not null"
+        marked = self.db.rows(processed + " and entity_type <> 'recording_file'")
+        dead = {row[0] for row in self._dead()}
+        self._catch_up()
+        for seq, entity_id in marked:
+            if seq not in dead and entity_id not in self._entities:
+                problems.append(f"entry {seq} is marked, and never arrived")
+        return problems
+
+    def _on_disk(self, call: Call) -> bool:
+        if call.wav.exists():
+            return True
+        trash = self.backend.recordings_dir / TRASH
+        return any(trash.glob(f"*/{call.wav.name}")) and self.confirmed(call)
+
+    def _dead(self) -> list[tuple[int, str, str]]:
+        if self.db.value("select to_regclass('serversync.dead_letters')") is None:
+            return []
+        return self.db.rows(
+            "select outbox_id, error_code, error_message from serversync.dead_letters"
+        )
+
+    def unfinished(self) -> list[str]:
+        """What is not through yet; empty when the faults have stopped and time has passed."""
+        problems = [f"entry {seq} is pending" for seq in self.db.pending()]
+        for call in self.calls:
+            if call.wav.exists():
+                problems.append(f"{call.call_id}: uploaded, but still on the disk")
+        trash = self.backend.recordings_dir / TRASH
+        if trash.exists():
+            problems += [f"left in the trash: {path.name}" for path in trash.iterdir()]
+        if self.db.value("select to_regclass('serversync.uploads')") is None:
+            return [*problems, "no agent has been here yet"]
+        left = self.db.value("select count(*) from serversync.uploads")
+        return problems + ([f"{left} deletions wait"] if left else [])
+
+    def wrong(self) -> list[str]:
+        """What is wrong at the end, when nothing is under way any more."""
+        problems = self.lost()
+        for seq, code, message in self._dead():
+            if seq not in self.doomed:
+                problems.append(f"entry {seq} is dead without a reason: {code}: {message}")
+        known = {seq for call in self.calls for seq in call.seqs}
+        strangers = set(self.frontend.seqs()) - known - set(self._other_entries())
+        problems += [f"entry {seq} was never committed" for seq in sorted(strangers)]
+        self._catch_up()
+        problems += [
+            f"{entity} was rolled back, and arrived" for entity in self.never & self._entities
+        ]
+        problems += [f"{path} is gone" for path in self.kept if not path.exists()]
+        entries, files = self._first_places()
+        for call in self.calls:
+            problems += self._wrong_with(call, entries, files)
+        return problems
+
+    def _first_places(self) -> tuple[dict[int, int], dict[str, int]]:
+        """When each entry and each recording arrived first, as a place in the frontend's log."""
+        entries: dict[int, int] = {}
+        files: dict[str, int] = {}
+        for place, (kind, _, what) in enumerate(self.frontend.log):
+            if kind == "entry":
+                entries.setdefault(what, place)
+            else:
+                files.setdefault(what, place)
+        return entries, files
+
+    def _other_entries(self) -> list[int]:
+        return [row[0] for row in self.db.rows("select id from sync_outbox")]
+
+    def _wrong_with(self, call: Call, entries: dict[int, int], files: dict[str, int]) -> list[str]:
+        problems = []
+        if not self.confirmed(call) and call.size:
+            problems.append(f"{call.call_id}: its recording never arrived")
+        if call.size and not self.frontend.playable(call.recording_id):
+            problems.append(f"{call.call_id}: no player at the frontend")
+        first = {seq: entries[seq] for seq in call.seqs if seq in entries}
+        if call.recording_id in files:
+            first[call.seq("recording_file")] = files[call.recording_id]
+        if sorted(first, key=lambda seq: first[seq]) != sorted(first):
+            problems.append(f"{call.call_id}: out of order: {first}")
+        if set(first) != set(call.seqs):
+            problems.append(f"{call.call_id}: never arrived: {set(call.seqs) - set(first)}")
+        return problems
+
+    def repeated(self) -> int:
+        """How many entries arrived more than once."""
+        seqs = self.frontend.seqs()
+        return len(seqs) - len(set(seqs))
