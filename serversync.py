@@ -33,38 +33,48 @@ Exit codes, the first that applies
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import difflib
 import errno
 import fcntl
 import hashlib
+import hmac
 import http.client
+import ipaddress
 import json
 import logging
 import os
+import platform
+import pwd
 import random
 import re
 import select
+import shlex
 import signal
 import socket
 import ssl
 import stat
+import subprocess
 import sys
 import termios
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from datetime import UTC
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from email.utils import formatdate, parsedate_to_datetime
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, Final, NoReturn
+from itertools import islice
+from typing import Any, Final, NoReturn, TextIO
+from urllib.parse import parse_qsl, unquote_to_bytes
 
 import psycopg
 import urllib3
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from systemd import daemon, journal
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.util import Timeout, parse_url
@@ -242,6 +252,9 @@ class Config:
     )
     token_file: str = _option("SYNC_TOKEN_FILE", "", _absolute, "file with the bearer token")
     token: str = _option("SYNC_TOKEN", "", _text, "the bearer token itself (better: the file)")
+    admin_token_file: str = _option(
+        "SYNC_ADMIN_TOKEN_FILE", "", _absolute, "token of the admin interface beyond loopback"
+    )
     ca_file: str = _option("SYNC_CA_FILE", "", _absolute, "PEM file of a private CA")
     client_cert: str = _option("SYNC_CLIENT_CERT", "", _absolute, "PEM client certificate")
     client_key: str = _option("SYNC_CLIENT_KEY", "", _absolute, "PEM key, if not in the above")
@@ -324,6 +337,10 @@ def _env_value(text: str, at: int) -> tuple[str, int]:
     return value, rest.end()
 
 
+def as_root() -> str:
+    return shlex.join(["sudo", "serversync", *sys.argv[1:]])
+
+
 def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The settings as text: the file's, and over them those of the environment."""
     settings: dict[str, str] = {}
@@ -333,12 +350,27 @@ def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str
                 settings = parse_env_file(file.read(1 << 20))
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            hint = " (try: sudo serversync …)" if isinstance(error, PermissionError) else ""
-            raise ConfigError([f"cannot read {path or ENV_FILE}: {reason}{hint}"]) from None
+            hint = f": run: {as_root()}" if isinstance(error, PermissionError) else ""
+            raise ConfigError([f"cannot read {path or ENV_FILE} ({reason}){hint}"]) from None
         except ConfigError as error:
             raise ConfigError([f"{path or ENV_FILE}: {line}" for line in error.problems]) from None
     ours = {k: v for k, v in environ.items() if k in NAMES or k.startswith("SYNC_")}
     return {k: v for k, v in (settings | ours).items() if v.strip()}
+
+
+def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Where each setting that is not the default comes from."""
+    found = {}
+    with contextlib.suppress(ConfigError):
+        found = dict.fromkeys(read_env_file(path, {}), "file")
+    found |= {name: "environment" for name in NAMES if environ.get(name, "").strip()}
+    if "SYNC_TOKEN_FILE" in found:
+        found["SYNC_TOKEN"] = found["SYNC_TOKEN_FILE"]
+    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
+    with contextlib.suppress(OSError):
+        if os.path.getsize(credential) > 1:
+            found["SYNC_TOKEN"] = "credential"
+    return found
 
 
 def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Config:
@@ -391,7 +423,10 @@ def _find_token(config: Config, environ: Mapping[str, str], problems: list[str])
             with open(path, encoding="ascii") as file:
                 token = file.read(8192).strip() or token
         except (OSError, UnicodeDecodeError) as error:
-            problems.append(f"{name}: cannot read {path}: {getattr(error, 'strerror', 'not text')}")
+            reason = getattr(
+                error, "strerror", "not text"
+            )  # not after a colon: "token: …" is masked
+            problems.append(f"{name}: cannot read {path} ({reason})")
     if not re.fullmatch(r"[!-~]*", token):
         problems.append("the token must be one line of visible ASCII characters")
     return token
@@ -400,6 +435,8 @@ def _find_token(config: Config, environ: Mapping[str, str], problems: list[str])
 def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if config.entry_max_bytes < config.batch_bytes:
         yield "SYNC_ENTRY_MAX_BYTES must not be less than SYNC_BATCH_BYTES"
+    if 0 < config.upload_kbps < 1:
+        yield "SYNC_UPLOAD_KBPS must be 0 (no limit) or at least 1"
     if config.client_key and not config.client_cert:
         yield "SYNC_CLIENT_KEY is set without SYNC_CLIENT_CERT"
     try:
@@ -482,6 +519,7 @@ class Answer:
     body: bytes = b""
     retry_after: str | None = None
     length: str | None = None
+    date: str | None = None
     trouble: Trouble | None = None
     detail: str = ""
     steady: bool = False  # bytes moved until the end: slow, not stuck
@@ -633,7 +671,7 @@ class Tally:
     removed: int = 0
     aside: int = 0
     dead: int = 0
-    notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
 
 
 class Lost(Exception):
@@ -740,6 +778,52 @@ class Masking(logging.Filter):
 MASKING: Final = Masking()
 
 
+class Patient(logging.Handler):
+    """Whoever should take our log may be there and not read it (a journal that is stopped, a pipe):
+    a second is waited, then a minute's lines are dropped, and that is said."""
+
+    inner: logging.Handler = logging.NullHandler()
+    process: Process | None = None
+    _deaf_until = 0.0
+    _dropped = 0
+    _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.process is None:
+            self.inner.emit(record)
+        elif time.monotonic() < self._deaf_until or not self._told(record):
+            self._dropped += 1
+        elif self._dropped:
+            text = f"{count(self._dropped, 'line')} of this log dropped: nobody read it"
+            self._dropped = 0
+            fields = {"EVENT": "log_dropped", "levelno": logging.WARNING, "levelname": "WARNING"}
+            self._told(logging.makeLogRecord({"msg": text, "name": "serversync"} | fields))
+
+    def _told(self, record: logging.LogRecord) -> bool:
+        assert self.process is not None
+        self._failed, started = False, time.monotonic()
+        self.inner.handleError = self._on_error  # type: ignore[method-assign]
+        try:
+            with self.process.deadline(1.0, None):
+                self.inner.emit(record)
+        except TimedOut:
+            self._failed = True
+        if self._failed and time.monotonic() - started > TICK / 2:  # it was a wait that failed
+            self._deaf_until = time.monotonic() + 60
+        return not self._failed
+
+    def _on_error(self, record: logging.LogRecord) -> None:
+        self._failed = True
+
+    def give_up(self) -> None:
+        """At the end: what still stands in the buffer must not be waited for."""
+        if time.monotonic() < self._deaf_until:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+PATIENT: Final = Patient()
+
+
 def known_secrets(config: Config) -> list[str]:
     password = conninfo_to_dict(config.database_url).get("password")
     return [secret for secret in (config.token, str(password or "")) if secret]
@@ -752,9 +836,10 @@ def start_logging(environ: Mapping[str, str]) -> None:
         status = os.fstat(2)
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler = journal.JournalHandler(SYSLOG_IDENTIFIER="serversync")
-    handler.addFilter(MASKING)
+    PATIENT.inner = handler
+    PATIENT.addFilter(MASKING)
     logging.raiseExceptions = False  # a full journal must not print tracebacks
-    logging.root.handlers[:] = [handler]
+    logging.root.handlers[:] = [PATIENT]
     logging.getLogger("urllib3").setLevel(logging.CRITICAL)
 
 
@@ -910,13 +995,14 @@ class StateFile:
     def __init__(self, environ: Mapping[str, str]) -> None:
         directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
         self.path = os.path.join(directory, "state.json") if directory else None
-        self.since = time.time()
+        self.started = time.monotonic()
         self.unwritten: dict[str, object] | None = None
         self._next = 0.0
 
-    def write(self, sentence: str, **progress: object) -> None:
-        state = {"pid": os.getpid(), "since": self.since, "sentence": sentence}
-        self.unwritten = state | {"progress": progress or None}
+    def write(self, **state: object) -> None:
+        now = time.time()  # by the clock as it is now: at the start it may have been wrong
+        since = now - (time.monotonic() - self.started)
+        self.unwritten = {"pid": os.getpid(), "since": since, "at": now} | state
         self.flush()
 
     def wait(self) -> float:
@@ -1198,8 +1284,8 @@ def human(size: float) -> str:
     return f"{size:.1f} GB"
 
 
-def count(number: int, word: str, plural: str = "") -> str:
-    return f"{number} {word if number == 1 else plural or word + 's'}"
+def count(number: float, word: str, plural: str = "") -> str:
+    return f"{number:.10g} {word if number == 1 else plural or word + 's'}"
 
 
 def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
@@ -1220,7 +1306,6 @@ def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
         done.append(
             f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s: {outage.reason}"
         )
-    done += tally.notes
     return "; ".join(done)[:400] if done else "idle: nothing to send"
 
 
@@ -1294,6 +1379,7 @@ create table serversync.dead_letters (
     original_topic text not null,
     entity_id uuid not null,
     payload jsonb not null,
+    rest jsonb not null,                   -- the outbox row's other columns: it may come back
     error_code text not null,
     error_message text not null,
     http_status int,
@@ -1307,6 +1393,7 @@ create table serversync.dead_letters (
     last_retry_at timestamptz
 );
 create index on serversync.dead_letters (original_topic, created_at);
+create index on serversync.dead_letters (outbox_id) where status = 'RETRYING';
 
 -- A receipt for each confirmed request. Lane and entity only for files: a call has one recording.
 create table serversync.deliveries (
@@ -1327,6 +1414,7 @@ create table serversync.deliveries (
     entity_id uuid,
     url text
 );
+create index on serversync.deliveries (started_at);
 create index on serversync.deliveries (lane) where lane is not null;
 create index on serversync.deliveries (entity_id) where entity_id is not null;
 
@@ -1393,7 +1481,7 @@ end $$;
 -- Stand-ins, always empty and last in the agent's search_path: where the backend has no such
 -- table, the same statements find these.
 create table serversync.recordings (
-    id uuid primary key, call_log_id uuid, upload_status text, s3_url text
+    id uuid primary key, call_log_id uuid, upload_status text, s3_url text, file_size_bytes bigint
 );
 create table serversync.system_settings (id int primary key, extra jsonb);
 """
@@ -1492,7 +1580,8 @@ select (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number'
                where processed_at is null and entity_type <> 'recording_file'),
        exists (select from sync_outbox
                where processed_at is null and entity_type = 'recording_file'),
-       exists (select from serversync.failures),
+       exists (select from serversync.failures)
+           or exists (select from serversync.dead_letters where status = 'RETRYING'),
        now()::text
 """
 # The next due time, in seconds from now: of what came due since the cycle began, or will; only of
@@ -1504,8 +1593,14 @@ where f.next_attempt_at > %(since)s::timestamptz
   and f.next_attempt_at <= now() + interval '1 hour'
 order by f.next_attempt_at limit 1
 """
-# Failures of rows that are gone or processed (by hand, or by a retry that went through).
+# Failures of rows that are gone or processed (by hand, or by a retry that went through); and
+# letters whose row vanished while they were retried.
 DROP_STALE: Final = """
+with vanished as (
+    update serversync.dead_letters d set status = 'PENDING', updated_at = now()
+    where d.status = 'RETRYING' and not exists (
+        select from sync_outbox o where o.id = d.outbox_id and o.processed_at is null)
+)
 delete from serversync.failures f
 where not exists (
     select from sync_outbox o where o.id = f.outbox_id and o.processed_at is null)
@@ -1655,9 +1750,13 @@ with sent as (
     update sync_outbox set processed_at = now()
     where id = any (%(seqs)s::bigint[]) and processed_at is null
     returning id, entity_type, case when isfinite(created_at)
-        then extract(epoch from clock_timestamp() - created_at)::float8 else 0 end as lag
+        then greatest(0, extract(epoch from clock_timestamp() - created_at))::float8
+        else 0 end as lag
 ), settled as (
-    delete from serversync.failures where outbox_id = any (%(seqs)s::bigint[]) returning tries
+    delete from serversync.failures where outbox_id = any (%(seqs)s::bigint[])
+    returning outbox_id, tries
+), tried as (
+    select coalesce(f.tries, 0) as tries from sent left join settled f on f.outbox_id = sent.id
 ), resolved as (
     update serversync.dead_letters set status = 'RESOLVED', updated_at = now()
     where outbox_id = any (%(seqs)s::bigint[]) and status <> 'RESOLVED'
@@ -1686,7 +1785,8 @@ with sent as (
     union all select 'lag', width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[])::text,
                      count(*) from sent group by 2
     union all select 'lag_sum', '', sum(lag) from sent having count(*) > 0
-    union all select 'tries', least(tries, 9)::text, count(*) from settled group by 2
+    union all select 'tries', least(tries, 9)::text, count(*) from tried group by 2
+    union all select 'tries_sum', '', sum(tries) from tried having sum(tries) > 0
     union all select 'upload_bytes', '', %(bytes)s from sent where %(kind)s = 'file'
     on conflict (name, label) do update set value = c.value + excluded.value
 )
@@ -1712,7 +1812,9 @@ DURABLE: Final = "set local synchronous_commit = on"
 # An entry that failed and waits.
 SET_ASIDE: Final = """
 with counted as (
-    insert into serversync.counters as c (name, label, value) values ('retries', %(code)s, 1)
+    insert into serversync.counters as c (name, label, value)
+    select 'retries', %(code)s, 1 where not exists (  -- once, also after a lost COMMIT
+        select from serversync.failures where outbox_id = %(seq)s and tries >= %(tries)s)
     on conflict (name, label) do update set value = c.value + 1
 )
 insert into serversync.failures as f (outbox_id, entity_type, is_file, lane, tries, attempts,
@@ -1767,7 +1869,9 @@ where outbox_id = (
 BURY: Final = """
 with dead as (
     update sync_outbox set processed_at = now() where id = %(seq)s and processed_at is null
-    returning id, entity_type, entity_id, payload
+    returning id, entity_type, entity_id, payload,
+              to_jsonb(jsonb_populate_record(sync_outbox, '{"payload": null}'))
+                  - 'payload' - 'processed_at' as rest
 ), settled as (
     delete from serversync.failures where outbox_id = %(seq)s
 ), shown as (
@@ -1780,13 +1884,15 @@ with dead as (
     union all select 'deaths_in_row', entity_type, 1 from dead where %(blamed)s::boolean
     on conflict (name, label) do update set value = c.value + 1
 )
-insert into serversync.dead_letters as d (outbox_id, original_topic, entity_id, payload,
+insert into serversync.dead_letters as d (outbox_id, original_topic, entity_id, payload, rest,
     error_code, error_message, http_status, attempts)
-select id, entity_type, entity_id, payload, %(code)s, %(error)s, %(status)s::int, %(attempts)s
+select id, entity_type, entity_id, payload, rest, %(code)s, %(error)s, %(status)s::int,
+       %(attempts)s
 from dead
 on conflict (outbox_id) do update set
-    retry_count = d.retry_count + 1, updated_at = now(),
-    status = case when d.retry_count + 1 >= d.max_retries then 'DEAD' else 'PENDING' end,
+    retry_count = d.retry_count + (d.status = 'RETRYING')::int, updated_at = now(),
+    status = case when d.retry_count + (d.status = 'RETRYING')::int >= d.max_retries
+                  then 'DEAD' else 'PENDING' end,
     error_code = excluded.error_code, error_message = excluded.error_message,
     http_status = excluded.http_status, attempts = excluded.attempts
 """
@@ -1795,43 +1901,64 @@ UPLOADS: Final = """
 select outbox_id, directory, files, tries from serversync.uploads
 where outbox_id > %(after)s::bigint order by outbox_id limit %(limit)s::int
 """
-# Pending recordings that may name a file of this directory: the exact look is the agent's.
+# Pending recordings, and those given up, that may name a file of this directory: the exact look is
+# the agent's.
 RIVALS: Final = """
 select left(coalesce(payload->>'filePath', payload->>'file_path'), 4096),
-       left(coalesce(payload->>'callId', payload->>'call_id'), 1024)
-from sync_outbox
-where processed_at is null and entity_type = 'recording_file'
-  and (position(%(directory)s in coalesce(payload->>'filePath', payload->>'file_path', '')) > 0
-       or coalesce(payload->>'callId', payload->>'call_id') = %(directory)s)
+       left(coalesce(payload->>'callId', payload->>'call_id'), 1024), pending
+from (select payload, true as pending from sync_outbox
+      where processed_at is null and entity_type = 'recording_file'
+      union all
+      select payload, false from serversync.dead_letters
+      where original_topic = 'recording_file' and status <> 'RESOLVED') rival
+where position(%(directory)s in coalesce(payload->>'filePath', payload->>'file_path', '')) > 0
+   or coalesce(payload->>'callId', payload->>'call_id') = %(directory)s
+order by pending desc
 """
 FORGET_UPLOAD: Final = """
-with counted as (
-    insert into serversync.counters as c (name, label, value) values ('deletions', '', 1)
-    on conflict (name, label) do update set value = c.value + 1
+with gone as (
+    delete from serversync.uploads where outbox_id = %(seq)s returning 1
 )
-delete from serversync.uploads where outbox_id = %(seq)s
+insert into serversync.counters as c (name, label, value) select 'deletions', '', 1 from gone
+on conflict (name, label) do update set value = c.value + 1
 """
 DELETION_FAILED: Final = """
 update serversync.uploads set tries = tries + 1, error = %(error)s
 where outbox_id = %(seq)s and (tries < 8 or error is distinct from %(error)s)
 """
 # Old rows, in chunks: processed ones only, and nothing while the clock is behind the last receipt.
+# By the primary key, up to the last row that an old receipt or letter names: where nothing is old
+# nothing is read. `pruned_until` tells a retry what may have been forgotten.
 PRUNE: Final = """
 with last as (
     select started_at from serversync.deliveries order by id desc limit 1
+), bound as (
+    select greatest(
+        (select last_seq from serversync.deliveries
+         where started_at < now() - %(days)s::float8 * interval '1 day'
+         order by last_seq desc limit 1),
+        (select max(outbox_id) from serversync.dead_letters
+         where created_at < now() - %(days)s::float8 * interval '1 day')) as id
 ), old as (
     select id from sync_outbox
-    where processed_at < now() - %(days)s::float8 * interval '1 day'
+    where id <= (select b.id from bound b)
+      and processed_at < now() - %(days)s::float8 * interval '1 day'
       and now() >= (select max(l.started_at) from last l)
     order by id limit 1000
 ), rows as (
     delete from sync_outbox o using old where o.id = old.id and o.processed_at is not null
     returning 1
+), noted as (
+    insert into serversync.counters as c (name, label, value)
+    select 'pruned_until', '', extract(epoch from now() - %(days)s::float8 * interval '1 day')
+    from rows having count(*) > 0
+    on conflict (name, label) do update set value = greatest(c.value, excluded.value)
 ), receipts as (
     delete from serversync.deliveries where id in (
         select id from serversync.deliveries
         where started_at < now() - %(days)s::float8 * interval '1 day'
           and now() >= (select max(l.started_at) from last l)
+          and not exists (select from old)  -- they tell where the old rows end
         order by id limit 1000)
     returning 1
 ), keys as (
@@ -1974,7 +2101,8 @@ class Database:
             raise ConfigError([f"database {name}: its encoding is {encoding}, it must be UTF8"])
         if not outbox:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
-        lines = [f"role {role} lacks rights, run: grant {what} to {role}" for what in missing]
+        how = "run: sudo serversync setup"
+        lines = [f"role {role} lacks {what}: {how}" for what in missing]
         if lines:
             raise ConfigError([f"database {name}: {line}" for line in lines])
         try:
@@ -1982,12 +2110,8 @@ class Database:
                 self.run(CREATE_SCHEMA)
             self._migrate(ours)
         except psycopg.errors.InsufficientPrivilege:
-            how = f"create schema serversync authorization {role}"
-            if schema:
-                how = f"alter schema serversync owner to {role}"
-            hint = f"as a superuser, run: {how}"
             raise ConfigError(
-                [f"database {name}: role {role} may not make its tables: {hint}"]
+                [f"database {name}: role {role} may not make its tables: {how}"]
             ) from None
         self._say_less(recordings, may_delete)
 
@@ -2188,8 +2312,8 @@ class Database:
     def uploads(self, after: int) -> list[Upload]:
         return [Upload(*row) for row in self.run(UPLOADS, after=after, limit=100)]
 
-    def rivals(self, directory: str) -> list[tuple[str | None, str | None]]:
-        return [(row[0], row[1]) for row in self.run(RIVALS, directory=directory)]
+    def rivals(self, directory: str) -> list[tuple[str | None, str | None, bool]]:
+        return [(row[0], row[1], row[2]) for row in self.run(RIVALS, directory=directory)]
 
 
 # ==================================================================================================
@@ -2411,6 +2535,7 @@ class Wire:
             body=text,
             retry_after=response.headers.get("Retry-After"),
             length=response.headers.get("Content-Length"),
+            date=response.headers.get("Date"),
             detail="" if len(text) <= ANSWER_MAX else "an answer longer than 64 KiB",
             steady=self.steady,
             complete=self._complete and len(text) <= ANSWER_MAX,
@@ -2658,6 +2783,11 @@ class Frontend:
         headers = self._headers("", "", 0)
         return self.files.request("HEAD", path, headers, None, self.config.timeout)
 
+    def get(self, path: str) -> Answer:
+        return self.entries.request(
+            "GET", path, self._headers("", "", 0), None, self.config.timeout
+        )
+
 
 def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, bytes]:
     """What stands before and after the audio. Ids are checked; names are ours, never outside's."""
@@ -2691,6 +2821,7 @@ def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, byt
 
 MARKER: Final = ".serversync-root"
 TRASH: Final = ".serversync-trash"
+PROBE: Final = ".serversync-probe-"
 META: Final = "meta.json"
 META_MAX: Final = 256 * 1024
 _OPEN_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -2706,6 +2837,7 @@ class Upload:
     directory: str
     files: list[dict[str, Any]]
     tries: int
+    alone: bool = False  # all else in the directory goes, too (SYNC_EXTRA_FILES=delete)
 
     @property
     def names(self) -> set[str]:
@@ -2793,11 +2925,29 @@ def read_small(folder: int, name: str, most: int) -> tuple[os.stat_result, bytes
         os.close(fd)
 
 
+def calls_on_disk(root: int) -> Iterator[tuple[str, float]]:
+    """The directories of calls and their mtimes, one at a time: there may be 100,000."""
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".serversync") and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime
+
+
+def mount_of(fd: int) -> int:
+    """Not st_dev: on an overlay that of a file is its layer's."""
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+        for line in info:
+            if line.startswith("mnt_id:"):
+                return int(line.split()[1])
+    return os.fstat(fd).st_dev
+
+
 class Recordings:
     """The backend's directory of recordings, and our trash in it."""
 
-    def __init__(self, root: str, extra: str) -> None:
-        self.path, self.extra = root, extra
+    def __init__(self, root: str) -> None:
+        self.path = root
         self._watched: dict[int, tuple[int, float]] = {}
         self._clock_offset = time.time() - time.monotonic()
         self._stepped_at = float("-inf")
@@ -2857,6 +3007,72 @@ class Recordings:
             raise self._root_missing(f"cannot write {MARKER}: {error.strerror}") from None
         return name
 
+    def probe(self, root: int) -> list[str]:
+        """What would keep this process, in its own mount namespace, from deleting here: tried for
+        real with a directory of its own, and asked of a few of the calls' ones."""
+        if os.fstatvfs(root).f_flag & os.ST_RDONLY:
+            return [
+                f"{self.path} is read-only here: by its mount, or by the unit's ReadWritePaths="
+            ]
+        try:
+            self._try_deletion(root)
+        except OSError as error:
+            why = error.strerror
+            if error.errno == errno.EXDEV:
+                why = f"its {TRASH} is on another device"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # to delete needs no room
+                return [f"nothing can be deleted in {self.path}: {why}"]
+        names = (name for name, _ in calls_on_disk(root))
+        return [why for name in islice(names, 5) if (why := self._obstacle(root, name))]
+
+    def _try_deletion(self, root: int) -> None:
+        name = PROBE + uuid.uuid4().hex
+        try:
+            trash = os.open(TRASH, _OPEN_DIR, dir_fd=root)
+        except FileNotFoundError:  # made with the first deletion, by the one who deletes
+            trash = os.dup(root)
+        try:
+            for where in (root, trash):
+                self._sweep(where)
+            os.mkdir(name, 0o700, dir_fd=root)
+            where = root
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                os.close(os.open(f"{name}/probe", flags, 0o600, dir_fd=root))
+                os.rename(name, name, src_dir_fd=root, dst_dir_fd=trash)
+                where = trash
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{name}/probe", dir_fd=where)
+                os.rmdir(name, dir_fd=where)
+        finally:
+            os.close(trash)
+
+    @staticmethod
+    def _sweep(where: int) -> None:
+        """What a probe left behind that was killed."""
+        with os.scandir(where) as entries, contextlib.suppress(OSError):
+            for entry in entries:
+                if entry.name.startswith(PROBE) and time.time() - entry.stat().st_mtime > 60:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(f"{entry.name}/probe", dir_fd=where)
+                    os.rmdir(entry.name, dir_fd=where)
+
+    @staticmethod
+    def _obstacle(root: int, name: str) -> str:
+        """Why the directory of a call could not be taken into the trash, or an empty text."""
+        above, status = os.fstat(root), os.stat(name, dir_fd=root, follow_symlinks=False)
+        us = os.geteuid()
+        who = f"{name!r} (mode {status.st_mode & 0o7777:o}, owner {status.st_uid})"
+        if status.st_dev != above.st_dev:
+            return f"{who} is on another device"
+        if above.st_mode & stat.S_ISVTX and us not in (0, above.st_uid, status.st_uid):
+            return f"{who} cannot be moved by user {us}: the recordings directory is sticky"
+        # To move a directory is to write into it: its `..` changes.
+        if not os.access(name, os.R_OK | os.W_OK | os.X_OK, dir_fd=root, effective_ids=True):
+            return f"{who} cannot be read and written by user {us}"
+        return ""
+
     # --- find, and ready? -----------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -2868,8 +3084,8 @@ class Recordings:
             stack.callback(os.close, folder)
             fd = self._open(name, _OPEN_FILE, folder, grace_over)
             stack.callback(os.close, fd)
-            status, device = os.fstat(fd), os.fstat(root).st_dev
-            if os.fstat(folder).st_dev != device or status.st_dev != device:
+            status = os.fstat(fd)
+            if not mount_of(root) == mount_of(folder) == mount_of(fd):
                 raise EntryTrouble(Fate.DEAD, "FILE_UNSAFE", f"{name!r} is on another file system")
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
                 raise EntryTrouble(
@@ -2975,7 +3191,7 @@ class Recordings:
                 if not self._as_sent(folder, name, upload):
                     return Removal(error=f"{upload.directory}/{name} changed after its upload")
             plain = not any(os.path.isdir(f"/proc/self/fd/{folder}/{n}") for n in present - ours)
-            whole = present == ours or (self.extra == "delete" and plain)
+            whole = present == ours or (upload.alone and plain)
             if whole:
                 self._take(root, trash, upload, folder)
             elif ours:
@@ -3085,7 +3301,7 @@ class Recordings:
                 self._put_back(root, trash, bin_fd, upload, present)
             else:
                 strangers = present - upload.names
-                if self.extra == "delete" and good:  # beside what was sent; else not of this call
+                if upload.alone and good:  # beside what was sent; else not of this call
                     strangers = set()
                 if strangers:
                     self._move(bin_fd, root, upload.directory, strangers, 0o777)
@@ -3116,6 +3332,7 @@ class Recordings:
 NESTED_SEC: Final = 3.0  # for entries between two chunks of an upload
 NESTED_EVERY: Final = 2.0
 ASK_EVERY: Final = 30.0
+PROBE_EVERY: Final = 3600.0
 
 
 def unreadable(error: psycopg.Error) -> Verdict:
@@ -3139,7 +3356,7 @@ class Agent:
         self.config, self.process, self.state, self.is_once = config, process, state, once
         self.db = Database(config.database_url, config.device_id, process)
         self.frontend = Frontend(config, process)
-        self.recordings = Recordings(config.recordings_dir, config.extra_files)
+        self.recordings = Recordings(config.recordings_dir)
         lanes = OUTAGE_LANES_ONCE if once else OUTAGE_LANES
         self.entries = Endpoint("entries", config.batch_size, lanes=lanes)
         self.files = Endpoint("files", 1, lanes=lanes)
@@ -3148,6 +3365,8 @@ class Agent:
         self.interval = config.poll_interval
         self.sentence = ""
         self.deaths = 0
+        self.inflight = 0  # entries of the request that is under way
+        self.probed: dict[str, object] | None = None  # whether recordings can be deleted here
         self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
         self.waiting = False  # there are rows in failures
         self.looked_at = "now"  # the database's time at the head of the cycle
@@ -3163,6 +3382,7 @@ class Agent:
         self._travelling: list[str] = []  # the lane of the file that is being uploaded
         self._heard = self._heard_between = 0
         self._looked = self._between_at = self._busy_at = 0.0
+        self._probe_due = 0.0
 
     # --- recording results ----------------------------------------------------------------------
 
@@ -3183,6 +3403,8 @@ class Agent:
                 self._unrecorded.clear()
                 raise Lost(text)
             try:
+                if not self.db.locked:
+                    raise Lost
                 write()
                 self._unrecorded.pop(0)
                 self.repeats.over("record")
@@ -3416,6 +3638,7 @@ class Agent:
         sent = 0
         while parts:
             self.process.check()
+            self.db.notifications()  # a session that was ended shows here: others send these now
             picked = parts.pop()
             if out:
                 picked = self._left(batch, picked, known, out)
@@ -3474,6 +3697,10 @@ class Agent:
     def send(self, part: Batch) -> tuple[Verdict, dict[int, str]]:
         """One request of entries; what was confirmed is recorded before anything else happens."""
         left = max(0.5, self._nested_until - time.monotonic())
+        self.inflight = len(part.seqs)
+        if not self._nested_until:
+            done, since = self.tally.entries, time.monotonic() - self.tally.started
+            self.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
         try:
             key, length, body = self._body(part)
             most = left if self._nested_until else float("inf")
@@ -3484,6 +3711,8 @@ class Agent:
             if not is_of_the_data(error):
                 raise
             return unreadable(error), {}
+        finally:
+            self.inflight = 0
         verdict, rejected = confirm_entries(answer, key, part.seqs, time.time())
         if verdict.fate is Fate.SENT:
             digest = hashlib.sha256(part.body).hexdigest() if part.body else None
@@ -3493,7 +3722,6 @@ class Agent:
             self.record(partial(self.db.confirm, stored, "entries", outcome, receipt))
             self.succeeded(self.entries, len(part.seqs))
             self.tally.entries += len(stored)
-            self.busy(f"sending entries: {self.tally.entries} so far")
             self._say_sent(part.seqs, len(stored), key, answer)
         return verdict, rejected
 
@@ -3570,12 +3798,14 @@ class Agent:
                 self.process.check()
                 self.process.progress()
                 sent += self.deliver_file(entry)
-                if self._closed(door) or (was_out and sent):
+                if was_out and sent:
                     return sent
                 self.remove_uploaded()
                 if self.db.notifications() != heard:
                     heard = self.db.notifications()
                     self.drain(self.entries, self.pass_entries)
+                if self._closed(door):  # a pause that was asked for between two of them
+                    return sent
         return sent
 
     def deliver_file(self, entry: FileEntry) -> int:
@@ -3593,7 +3823,7 @@ class Agent:
             verdict = self._already_there(entry) if uploaded else trouble.verdict
         except EntryTrouble as trouble:
             verdict = trouble.verdict
-        except (Stopping, Lost, psycopg.Error):
+        except (Stopping, Lost, Unavailable, Busy, psycopg.Error):
             raise
         except Exception:
             log.exception("a bug: recording %s cannot be handled", entry.seq)
@@ -3652,7 +3882,7 @@ class Agent:
         key, url, answer = self._unverified.pop(entry.seq, ("", "", Answer()))
         if key != ready.key:
             self._looked = time.monotonic()
-            between = partial(self._between, entry, ready)
+            between = partial(self._between, entry, ready, time.monotonic())
             answer = self.frontend.upload(entry, ready, self._rate(entry, ready), between)
             verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
             if verdict.fate is Fate.SENT and not self._same_digest(ready, answer):
@@ -3660,6 +3890,10 @@ class Agent:
                 verdict = classify(strange)
             if verdict.fate is not Fate.SENT:
                 return verdict, "", answer
+        if self.config.verify_path and self.quiet_until > time.monotonic():
+            remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
+            pause = "the frontend asked for a pause before its copy was verified"
+            return Verdict(Fate.ASIDE, "RATE_LIMITED", pause), "", answer
         if self.config.verify_path:
             look = self.frontend.stored_length(entry)
             if look.status != 200 or not (look.length or "").isdigit():
@@ -3697,7 +3931,7 @@ class Agent:
             return 0.0
         return rate
 
-    def _between(self, entry: FileEntry, ready: Ready, sent: int) -> None:
+    def _between(self, entry: FileEntry, ready: Ready, began: float, sent: int) -> None:
         """Runs between two chunks: new entries must not wait behind audio."""
         self.process.check()
         self.process.drain_wakeups()
@@ -3706,9 +3940,13 @@ class Agent:
         if self._nested_until or now - self._between_at < 0.2:
             return
         self._between_at = now
-        progress = {"seq": entry.seq, "bytes": sent, "size": ready.size}
         self.busy(
-            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}", **progress
+            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}",
+            kind="upload",
+            seq=entry.seq,
+            bytes=sent,
+            size=ready.size,
+            seconds=now - began,
         )
         if self._blind:
             return
@@ -3774,9 +4012,12 @@ class Agent:
 
     def _remove(self, root: int, upload: Upload) -> None:
         try:
-            if self._wanted(upload.directory):
+            wanted = self._wanted(upload.directory)
+            if wanted == "pending":
                 result = Removal(wait=60.0)
             else:
+                alone = self.config.extra_files == "delete" and not wanted
+                upload = replace(upload, alone=alone)
                 result = self.recordings.remove(root, upload, self.config.delete_after)
         except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
             result = Removal(error=f"{upload.directory}: {met!r}")
@@ -3800,16 +4041,29 @@ class Agent:
         else:
             self._delete_again(result.wait)
 
-    def _wanted(self, directory: str) -> bool:
-        """Whether a pending recording still needs this directory: a Call-ID can come twice."""
-        for file_path, call_id in self.db.rivals(directory):
+    def _wanted(self, directory: str) -> str:
+        """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
+        was given up (it may be sent again: no file but those uploaded may go), nobody."""
+        for file_path, call_id, pending in self.db.rivals(directory):
             with contextlib.suppress(EntryTrouble):
                 if locate(file_path, call_id, self.config.recordings_dir)[0] == directory:
-                    return True
-        return False
+                    return "pending" if pending else "dead"
+        return ""
 
     def _delete_again(self, seconds: float) -> None:
         self.delete_due = min(self.delete_due, time.monotonic() + seconds)
+
+    def _probe(self) -> None:
+        """Tries a deletion for those who ask: only this process sees its own mounts and rights."""
+        if self.is_once or time.monotonic() < self._probe_due:
+            return
+        self._probe_due = time.monotonic() + PROBE_EVERY
+        try:
+            with self.recordings.root(self.db.root_id, self._adopt_root) as root:
+                problems = self.recordings.probe(root)
+        except EntryTrouble as trouble:
+            problems = [str(trouble)]
+        self.probed = {"directory": self.config.recordings_dir, "problems": problems}
 
     # ==============================================================================================
     # The agent: cycle and loop
@@ -3839,6 +4093,7 @@ class Agent:
                 door.outage = None
         self.remove_uploaded()
         self.prune()
+        self._probe()
         now = time.monotonic()
         outages = [door.outage for door in (self.entries, self.files) if door.outage]
         self.report(sentence_of(self.tally, outages, now))
@@ -3846,21 +4101,36 @@ class Agent:
     def report(self, sentence: str) -> None:
         """The sentence of a cycle: the unit's status, the state file, and (debug) the journal."""
         sentence = clean(sentence, MASKING.known)
-        self.state.write(sentence)
         if sentence != self.sentence:
-            self.sentence = sentence
             log.debug("%s", sentence, extra={"EVENT": "cycle"})
-            if not self.is_once:
-                daemon.notify(f"STATUS={sentence}")
+        self._show(sentence, None)
 
     def busy(self, sentence: str, **progress: object) -> None:
         """What is going on in the middle of a cycle; at most once a second."""
         if time.monotonic() - self._busy_at >= 1:
             self._busy_at = time.monotonic()
-            self.state.write(sentence, **progress)
-            self.sentence = sentence
-            if not self.is_once:
-                daemon.notify(f"STATUS={sentence}")
+            self._show(sentence, progress)
+
+    def _show(self, sentence: str, progress: dict[str, object] | None) -> None:
+        wall = time.time() - time.monotonic()
+        outages = [
+            {"endpoint": door.name, "code": door.outage.code, "reason": door.outage.reason}
+            | {"since": wall + door.outage.since, "due": wall + door.outage.due}
+            for door in (self.entries, self.files)
+            if door.outage
+        ]
+        self.state.write(
+            sentence=sentence,
+            standby=sentence == STANDBY,
+            listening=self.db.locked,
+            inflight=self.inflight,
+            outages=outages,
+            progress=progress,
+            recordings=self.probed,
+        )
+        if sentence != self.sentence and not self.is_once:
+            daemon.notify(f"STATUS={sentence}")
+        self.sentence = sentence
 
     def prune(self) -> None:
         """Once a day, in chunks; an unprocessed row never, however old."""
@@ -3872,7 +4142,7 @@ class Agent:
             text = f"old rows cannot be pruned: {error}"
             self.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
             gone = (0, 0)
-        self.prune_due = time.monotonic() + (1.0 if max(gone) >= 1000 else 86400.0)
+        self.prune_due = time.monotonic() + (1.0 if any(gone) else 86400.0)
         if any(gone):
             text = f"pruned {gone[0]} old rows of the outbox and {gone[1]} receipts"
             say(logging.INFO, "pruned", text)
@@ -3978,7 +4248,7 @@ class Agent:
         self.db.use(config.database_url, config.device_id)
         self.frontend.close()
         self.frontend = frontend
-        self.recordings = Recordings(config.recordings_dir, config.extra_files)
+        self.recordings = Recordings(config.recordings_dir)
         self.config = config
         self.entries.size = min(self.entries.size, config.batch_size)
         if not self.entries.outage:
@@ -4018,9 +4288,13 @@ class Agent:
                     "cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True
                 )
                 self.report(f"a cycle failed: {error!r}")
+                if getattr(error, "sqlstate", None) in ("3F000", "42P01"):
+                    self.db.close()  # our schema is gone (a restore?): made anew with the lock
         daemon.notify("STOPPING=1\nSTATUS=stopped")
         say(logging.INFO, "stopped", "stopped; what is pending waits in the outbox")
         self.close()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # while Python ends, they would kill
         return EX_OK
 
     def once(self) -> int:
@@ -4056,35 +4330,3352 @@ STANDBY: Final = "standby: another agent holds the lock"
 
 
 # ==================================================================================================
+# For people: the desk
+# Short connections without the lock, for commands and the admin process: what there is to see, and
+# what a person may do. Whatever goes out again goes through the queue, in its lane.
+# ==================================================================================================
+
+SCHEMA_MISSING: Final = "the schema serversync is not there: run: sudo serversync setup"
+DESK_LIMIT: Final = 5  # seconds to connect
+
+# The whole of the outbox, the letters and the receipts, in one look. No lock; the partial index of
+# pending entries, the index of receipts by time.
+SURVEY: Final = """
+select json_build_object(
+    'outbox', (
+        select json_build_object('pending', coalesce(sum(n), 0), 'oldest_at', min(oldest),
+                   'oldest_seconds', coalesce(extract(epoch from now() - min(oldest)), 0),
+                   'by_type', coalesce(json_object_agg(entity_type, n order by entity_type), '{}'))
+        from (select entity_type, count(*) as n,
+                     min(created_at) filter (where isfinite(created_at)) as oldest
+              from sync_outbox where processed_at is null group by 1) t)::jsonb
+        || (select jsonb_build_object('waiting', coalesce(sum(n), 0),
+                       'reasons', coalesce(jsonb_object_agg(error_code, n), '{}'))
+            from (select f.error_code, count(*) as n
+                  from serversync.failures f
+                  join sync_outbox o on o.id = f.outbox_id and o.processed_at is null
+                  group by 1) f),
+    'recordings', (
+        select json_build_object('waiting', count(*), 'waiting_bytes', sum(r.file_size_bytes),
+                   'deletions_waiting', (select count(*) from serversync.uploads),
+                   'deletions_failed', (select count(*) from serversync.uploads where tries > 0))
+        from sync_outbox o
+        left join recordings r on r.id = coalesce(
+            serversync.to_uuid(coalesce(o.payload->>'recordingId', o.payload->>'recording_id')),
+            o.entity_id)
+        where o.processed_at is null and o.entity_type = 'recording_file'),
+    'dead_letters', (
+        select json_object_agg(s.status, coalesce(d.n, 0))
+        from unnest('{PENDING,RETRYING,RESOLVED,DEAD}'::text[]) s(status)
+        left join (select status, count(*) as n from serversync.dead_letters group by 1) d
+            using (status)),
+    'deliveries', (
+        select json_build_object(
+            'last_success_at', (select started_at + duration_ms * interval '1 ms'
+                                from serversync.deliveries order by id desc limit 1),
+            'hour', json_build_object(
+                'entries', coalesce(sum(entries) filter (where recent and kind = 'entries'), 0),
+                'files', coalesce(sum(entries) filter (where recent and kind = 'file'), 0),
+                'bytes', coalesce(sum(bytes) filter (where recent), 0)),
+            'day', json_build_object(
+                'entries', coalesce(sum(entries) filter (where kind = 'entries'), 0),
+                'files', coalesce(sum(entries) filter (where kind = 'file'), 0),
+                'bytes', coalesce(sum(bytes), 0)))
+        from (select *, started_at > now() - interval '1 hour' as recent
+              from serversync.deliveries where started_at > now() - interval '1 day') d),
+    'locked', exists (
+        select from pg_locks l join pg_database b on b.oid = l.database
+        where l.locktype = 'advisory' and l.granted and b.datname = current_database()
+          and (l.classid::bigint << 32 | l.objid::bigint) = %(key)s::bigint))
+"""
+# Quarters of an hour of the last day: what was delivered, and how much was left at the end of each.
+# Only rows that were there then are read: from the lowest id that a receipt of that day names.
+HISTORY: Final = """
+with slots as (
+    select at, at + interval '15 minutes' as till
+    from generate_series(date_bin('15 minutes', now(), 'epoch') - interval '23 hours 45 minutes',
+                         now(), interval '15 minutes') at
+), sent as (
+    select date_bin('15 minutes', started_at, 'epoch') as at,
+           sum(entries) filter (where kind = 'entries') as entries,
+           sum(entries) filter (where kind = 'file') as files, sum(bytes) as bytes
+    from serversync.deliveries where started_at > now() - interval '1 day' group by 1
+), rows as (
+    select created_at as at, 1 as step from sync_outbox where processed_at is null
+    union all
+    select unnest(array[created_at, processed_at]), unnest(array[1, -1]) from sync_outbox
+    where processed_at > now() - interval '1 day'
+      and id >= (select min(first_seq) from serversync.deliveries
+                 where started_at > now() - interval '1 day')
+), steps as (
+    select date_bin('15 minutes', greatest(least(at, now()), (select min(at) from slots)), 'epoch')
+               as at, sum(step) as step
+    from rows where isfinite(at) group by 1
+)
+select json_agg(json_build_object('at', s.at, 'entries', coalesce(t.entries, 0),
+                    'files', coalesce(t.files, 0), 'bytes', coalesce(t.bytes, 0),
+                    'backlog', s.backlog) order by s.at)
+from (select at, coalesce((sum(step) over (order by at))::bigint, 0) as backlog
+      from slots left join steps using (at)) s
+left join sent t using (at)
+"""
+COUNTERS: Final = "select name, label, value from serversync.counters"
+TOPICS: Final = """
+select original_topic, count(*), count(*) filter (where status = 'PENDING'),
+       count(*) filter (where status = 'RETRYING'), count(*) filter (where status = 'RESOLVED'),
+       count(*) filter (where status = 'DEAD')
+from serversync.dead_letters group by 1 order by 1
+"""
+# A page of letters, newest first; or one by its id. A large payload is not shown whole.
+LETTERS: Final = """
+select id::text, original_topic, error_message, retry_count, max_retries,
+       case when bytes <= %(most)s then text end, status, created_at, updated_at, last_retry_at,
+       outbox_id, entity_id::text, error_code, http_status, attempts, bytes
+from (select * from serversync.dead_letters
+      where (%(topic)s::text is null or original_topic = %(topic)s)
+        and (%(id)s::uuid is null or id = %(id)s::uuid)
+      order by created_at desc, id limit %(size)s offset %(skip)s) d
+cross join lateral (select payload::text as text) t
+cross join lateral (select octet_length(text) as bytes) b
+order by created_at desc, id
+"""
+LETTER_COUNT: Final = """
+select count(*) from serversync.dead_letters
+where %(topic)s::text is null or original_topic = %(topic)s
+"""
+# Where the planner takes thousands of rows for one, it would look for newer entries row by row.
+NO_LOOPS: Final = "set enable_nestloop = off"
+# Letters that a person wants to send again, with what speaks against it. The rows are locked: two
+# people, or a person and the agent, decide one after the other.
+#   newer     a later entry of the same entity: it has overtaken this one, or will; not one that is
+#             a dead letter itself
+#   unknown   so old that a later one may have been pruned
+JUDGE_LETTERS: Final = """
+with picked as materialized (
+    select * from serversync.dead_letters
+    where (%(ids)s::uuid[] is null or id = any (%(ids)s::uuid[]))
+      and (%(topic)s::text is null or original_topic = %(topic)s)
+      and (%(ids)s::uuid[] is not null or status in ('PENDING', 'DEAD'))
+      and outbox_id > %(after)s
+    order by outbox_id limit 5000 for update
+), newer as (
+    select p.id, max(o.id) as seq
+    from picked p
+    join sync_outbox o on o.entity_id = p.entity_id and o.entity_type = p.original_topic
+                      and o.id > p.outbox_id
+    where o.id > (select min(outbox_id) from picked)
+      and not exists (select from serversync.dead_letters d
+                      where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
+    group by 1
+)
+select p.id::text, p.outbox_id, p.status, p.retry_count, p.max_retries, n.seq,
+       p.created_at < to_timestamp(coalesce((select value from serversync.counters
+                                             where name = 'pruned_until'), 0))
+from picked p left join newer n using (id) order by p.outbox_id
+"""
+# Back into the queue under the old id; a row that was pruned is written anew.
+REVIVE: Final = """
+with letter as (
+    update serversync.dead_letters
+    set status = 'RETRYING', last_retry_at = now(), updated_at = now()
+    where id = any (%(ids)s::uuid[]) returning outbox_id, payload, rest
+), revived as (
+    update sync_outbox o set processed_at = null from letter l
+    where o.id = l.outbox_id returning o.id
+)
+insert into sync_outbox
+select r.* from letter l
+cross join lateral jsonb_populate_record(
+    null::sync_outbox, l.rest || jsonb_build_object('payload', l.payload)) r
+where l.outbox_id not in (select id from revived)
+"""
+# What is newer than an entry that was just put back, and was delivered while that was decided: it
+# is sent once more, behind the older one, which must not have the last word.
+SEND_LAST: Final = """
+with old as (
+    select entity_type, entity_id, min(id) as id from sync_outbox
+    where id = any (%(seqs)s::bigint[]) group by 1, 2
+), newer as (
+    select o.id, o.processed_at from sync_outbox o join old using (entity_type, entity_id)
+    where o.id > old.id and o.id <> all (%(seqs)s::bigint[])
+      and (o.processed_at is null or o.processed_at >= %(began)s::timestamptz)
+      and not exists (select from serversync.dead_letters d
+                      where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
+), again as (
+    update sync_outbox o set processed_at = null from newer n
+    where o.id = n.id and o.processed_at is not null
+)
+select exists (select from newer where processed_at is null)
+"""
+# Deletes a letter and its row of the outbox: nothing sends it again, a replay neither. One that is
+# in the queue is taken out of it.
+DELETE_LETTER: Final = """
+with letter as (
+    delete from serversync.dead_letters where id = %(id)s::uuid
+    returning outbox_id, original_topic, status
+), settled as (
+    delete from serversync.failures where outbox_id in (select outbox_id from letter)
+), gone as (
+    delete from sync_outbox where id in (select outbox_id from letter where status <> 'RESOLVED')
+)
+select outbox_id, original_topic, status from letter
+"""
+# Sends what was sent again: a chunk of rows, judged and (where wanted) put back into the queue.
+REPLAY: Final = """
+with lanes as materialized (
+    select md5(lower(%(call)s::text)) as lane
+    union all select serversync.lane(payload, entity_id) from sync_outbox
+    where entity_type = 'call_log'
+      and %(call)s::text in (payload->>'sipCallId', payload->>'externalCallId')
+), picked as materialized (
+    select id, entity_type, entity_id, processed_at,
+           serversync.to_uuid(coalesce(payload->>'recordingId', payload->>'recording_id',
+                                       entity_id::text)) as recording
+    from sync_outbox
+    where id > %(after)s::bigint and id <= %(last)s::bigint
+      and (%(since)s::timestamptz is null or created_at >= %(since)s::timestamptz)
+      and (%(until)s::timestamptz is null or created_at <= %(until)s::timestamptz)
+      and (%(type)s::text is null or entity_type = %(type)s)
+      and (%(call)s::text is null
+           or serversync.lane(payload, entity_id) in (select lane from lanes))
+    order by id limit 10000
+), newer as (
+    select distinct p.id
+    from picked p
+    join sync_outbox o on o.entity_id = p.entity_id and o.entity_type = p.entity_type
+                      and o.id > p.id
+    where o.id > (select min(id) from picked)
+      and not exists (select from serversync.dead_letters d
+                      where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
+), judged as materialized (
+    select p.id, case
+        when p.processed_at is null then 'pending'
+        when exists (select from serversync.dead_letters d
+                     where d.outbox_id = p.id and d.status <> 'RESOLVED') then 'letter'
+        when p.entity_type = 'recording_file' and (
+             exists (select from recordings r
+                     where r.id = p.recording and r.upload_status = 'uploaded')
+             or exists (select from serversync.deliveries d where d.entity_id = p.recording))
+             then 'delivered'
+        when %(force)s then 'again'
+        when n.id is not null then 'overtaken'
+        when p.processed_at < to_timestamp(coalesce((select value from serversync.counters
+                                                     where name = 'pruned_until'), 0))
+             then 'unknown'
+        else 'again' end as verdict
+    from picked p left join newer n using (id)
+), revived as (
+    update sync_outbox o set processed_at = null from judged j
+    where %(really)s and j.verdict = 'again' and o.id = j.id and o.processed_at is not null
+)
+select verdict, count(*), max(id), array_agg(id) from judged group by 1
+"""
+PRUNABLE: Final = """
+select count(*) from sync_outbox
+where processed_at < now() - %(days)s::float8 * interval '1 day'
+"""
+ENQUEUE: Final = """
+select serversync.enqueue(%(type)s::text, %(id)s::uuid, %(payload)s::jsonb, %(key)s::text)
+"""
+
+
+class Refused(Exception):
+    """What a person asked for cannot be done; its sentence says why, and what to do."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind  # not_found, invalid, conflict
+
+
+def not_there(error: psycopg.Error) -> Unavailable:
+    """A connection that could not be made; whom the database does not know it may know as root."""
+    stranger = os.geteuid() != 0 and re.search(r'authentication failed|role "', str(error))
+    hint = f": run: {as_root()}" if stranger else ""
+    return Unavailable(f"the database is not there: {str(error).strip()}{hint}")
+
+
+class Desk:
+    """A person's connection: short, without the lock."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        self._silence: threading.Timer | None = None
+        self.patience = config.timeout + 1  # for a request of the agent's that is under way
+        try:
+            self.conn = psycopg.connect(
+                config.database_url,
+                autocommit=True,
+                connect_timeout=DESK_LIMIT,
+                tcp_user_timeout=20_000,
+                client_encoding="UTF8",
+                application_name=f"serversync {name}",
+            )
+            self._listen_for(DB_DEADLINE)
+            self.conn.execute(SESSION)
+        except psycopg.Error as error:
+            if self._silence is not None:
+                self._silence.cancel()
+                self.conn.close()
+            raise not_there(error) from None
+
+    def _listen_for(self, seconds: float) -> None:
+        """No statement waits longer for a server that is silent: statement_timeout is the server's,
+        and tcp_user_timeout only sees a dead line. (A thread: signals are the main thread's.)"""
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = threading.Timer(seconds, shut_socket, (self.conn.fileno(),))
+        self._silence.daemon = True
+        self._silence.start()
+
+    def run(self, sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
+        """One statement; its rows. Raises Unavailable in words for what a person can mend."""
+        self._listen_for(DB_DEADLINE)
+        try:
+            cursor = self.conn.execute(sql, params or None)
+            return cursor.fetchall() if cursor.description else []
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+            missing = SCHEMA_MISSING if "serversync." in str(error) else str(error)
+            raise Unavailable(missing) from None
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise Unavailable(f"{error.diag.message_primary}: run: sudo serversync setup") from None
+        except psycopg.OperationalError as error:
+            if (error.sqlstate or "").startswith("54"):  # a program limit: what was asked for
+                raise
+            raise Unavailable(f"the database does not answer: {error}") from None
+        finally:
+            self._relax()
+
+    def pages(self, sql: str, /, **params: Any) -> Iterator[tuple[Any, ...]]:
+        """The rows of a result that may be long: the server keeps it, and we read it in pages."""
+        self._listen_for(DB_DEADLINE)
+        try:
+            with self.conn.transaction(), self.conn.cursor("pages") as rows:
+                rows.execute(sql, params)
+                while page := rows.fetchmany(1000):
+                    self._listen_for(DB_DEADLINE)
+                    yield from page
+        finally:
+            self._relax()
+
+    def _relax(self) -> None:
+        """Between two statements silence is no fault; within a transaction a COMMIT follows."""
+        if self._silence is not None and not self.conn.info.transaction_status:
+            self._silence.cancel()
+
+    def __enter__(self) -> Desk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self.conn.close()
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+def state_path(environ: Mapping[str, str]) -> str:
+    directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or "/run/serversync"
+    return os.path.join(directory, "state.json")
+
+
+def read_state(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """What the running agent says of itself; None where there is none."""
+    try:
+        fd = os.open(state_path(environ), _OPEN_FILE)
+        with open(fd, encoding="utf-8") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            state = json.loads(file.read(1 << 20))
+        with contextlib.suppress(PermissionError):  # another's: it is there
+            os.kill(int(state["pid"]), 0)  # /proc may hide it: the admin unit's own does
+        return dict(state)
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
+    """All there is to see, of the database, the agent's state file and the disk."""
+    state = read_state(environ)
+    seen: dict[str, Any] = {"outbox": None, "recordings": {}, "dead_letters": None}
+    seen |= {"deliveries": None, "locked": False}
+    error = None
+    try:
+        with Desk(config, "status") as desk:
+            seen |= desk.run(SURVEY, key=LOCK_KEY)[0][0]
+    except (Unavailable, psycopg.Error) as met:
+        error = clean(" ".join(str(met).split()), MASKING.known)
+    state = state or {}
+    # Elsewhere: the lock is held, but by none that we see. Perhaps of another machine.
+    kind = "standby" if state.get("standby") else "running"
+    return {
+        "version": __version__,
+        "device": config.device_id,
+        "at": iso(time.time()),
+        "frontend": config.frontend_base_url,
+        "agent": {
+            "state": kind if state else "elsewhere" if seen["locked"] else "stopped",
+            "pid": state.get("pid"),
+            "since": iso(state.get("since")),
+            "sentence": state.get("sentence"),
+            "seen_at": iso(state.get("at")),
+            "inflight": state.get("inflight"),
+        },
+        "database": {"ok": error is None, "error": error},
+        "outbox": seen["outbox"],
+        "recordings": seen["recordings"] | disk_of(config.recordings_dir),
+        "outages": [
+            {key: outage[key] for key in ("endpoint", "code", "reason")}
+            | {"since": iso(outage["since"]), "next_try_at": iso(outage["due"])}
+            for outage in state.get("outages") or []
+        ],
+        "dead_letters": seen["dead_letters"],
+        "deliveries": seen["deliveries"],
+        "progress": progress_of(state, seen["outbox"]),
+        "checks": {
+            "recordings": (state.get("recordings") or {}).get("problems"),
+            "listening": state.get("listening"),
+        },
+    }
+
+
+def iso(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+
+
+def progress_of(
+    state: Mapping[str, Any], outbox: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """What is under way, how fast it goes and how long it will take."""
+    progress: dict[str, Any] | None = state.get("progress")
+    if not progress:
+        return None
+    done = "bytes" if progress["kind"] == "upload" else "entries"
+    left = progress.get("size", 0) - progress[done]
+    if progress["kind"] == "drain":
+        left = int(outbox["pending"]) if outbox else 0
+        progress = progress | {"total": progress["entries"] + left}
+    rate = progress[done] / max(progress.pop("seconds"), 0.001)
+    return progress | {"rate": rate, "left_seconds": left / rate if rate else None}
+
+
+def disk_of(directory: str) -> dict[str, Any]:
+    """The recordings' directory: its size, and what is free. None: nobody may know."""
+    found: dict[str, Any] = {"directory": directory, "bytes": None}
+    found |= {"disk_free": None, "disk_total": None}
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(directory)
+        found["disk_free"] = disk.f_bavail * disk.f_frsize
+        found["disk_total"] = disk.f_blocks * disk.f_frsize
+        found["bytes"] = size_of(directory, time.monotonic() + 3)
+    return found
+
+
+def size_of(directory: str, until: float, depth: int = 2) -> int | None:
+    """The bytes in a directory and in those below it; None where that would take too long."""
+    total = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            inner: int | None = 0
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False) and depth > 1:
+                    inner = size_of(entry.path, until, depth - 1)
+                elif not entry.is_dir(follow_symlinks=False):
+                    inner = entry.stat(follow_symlinks=False).st_size
+            if inner is None or time.monotonic() > until:
+                return None
+            total += inner
+    return total
+
+
+def history(desk: Desk) -> list[dict[str, Any]]:
+    return list(desk.run(HISTORY)[0][0] or [])
+
+
+def counters(desk: Desk) -> dict[tuple[str, str], float]:
+    return {(name, label): value for name, label, value in desk.run(COUNTERS)}
+
+
+# --- dead letters ---------------------------------------------------------------------------------
+
+PAYLOAD_IN_LIST, PAYLOAD_ALONE = 4096, 1 << 20
+# The columns of LETTERS.
+_MESSAGE: Final = (
+    *("id", "original_topic", "error_message", "retry_count", "max_retries", "payload", "status"),
+    *("created_at", "updated_at", "last_retry_at", "outbox_id", "entity_id", "error_code"),
+    *("http_status", "attempts", "payload_bytes"),
+)
+AGAINST: Final = {
+    "RESOLVED": "it has been delivered",
+    "RETRYING": "it is in the queue already",
+    "used_up": "its {max_retries} retries are used up",
+    "overtaken": "a newer entry of the same entity (seq {newer}) takes its place",
+    "unknown": "it is so old that a newer entry of the same entity may have been pruned",
+}
+
+
+def topics(desk: Desk) -> list[dict[str, Any]]:
+    names = ("topic", "total", "pending", "retrying", "resolved", "dead")
+    return [dict(zip(names, row, strict=True)) for row in desk.run(TOPICS)]
+
+
+def letters(desk: Desk, topic: str | None, page: int, size: int) -> dict[str, Any]:
+    """A page of dead letters, newest first."""
+    total = desk.run(LETTER_COUNT, topic=topic)[0][0]
+    skip = (page - 1) * size
+    rows = desk.run(
+        LETTERS, topic=topic, id=None, size=size, skip=min(skip, 1 << 62), most=PAYLOAD_IN_LIST
+    )
+    pages = {"total_count": total, "page": page, "page_size": size}
+    return {
+        "messages": [_message(row) for row in rows],
+        "pagination": pages | {"has_next": skip + size < total},
+    }
+
+
+def letter(desk: Desk, name: str) -> dict[str, Any]:
+    rows = desk.run(LETTERS, topic=None, id=_letter_id(name), size=1, skip=0, most=PAYLOAD_ALONE)
+    if not rows:
+        raise Refused("not_found", f"there is no dead letter {name}")
+    return _message(rows[0])
+
+
+def _letter_id(name: str) -> str:
+    if not _UUID.fullmatch(name):
+        raise Refused("invalid", f"{name[:80]!r} is not the id of a dead letter (a UUID)")
+    return name
+
+
+def _message(row: Sequence[Any]) -> dict[str, Any]:
+    message = dict(zip(_MESSAGE, row, strict=True))
+    for key in ("created_at", "updated_at", "last_retry_at"):
+        message[key] = message[key] and message[key].isoformat()
+    text = message["payload"]
+    if text is not None:
+        message["payload"] = mask(text, MASKING.known)  # too deep, a number too long: as text
+        with contextlib.suppress(RecursionError, ValueError):
+            message["payload"] = without_secrets(json.loads(text))
+    return message
+
+
+_SECRET_KEY: Final = re.compile(r"(?i)password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key")
+
+
+def without_secrets(value: Any) -> Any:
+    """A payload as it may be shown: what looks like a secret is masked."""
+    if isinstance(value, dict):
+        return {
+            mask(key, MASKING.known): "***"
+            if isinstance(inner, str) and _SECRET_KEY.search(key)
+            else without_secrets(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(inner) for inner in value]
+    return mask(value, MASKING.known) if isinstance(value, str) else value
+
+
+def _against(row: Sequence[Any], force: bool) -> str | None:
+    """What speaks against sending a letter again. `force` overrules all but its state."""
+    _, _, status, retries, most, newer, unknown = row
+    if status in ("RESOLVED", "RETRYING"):
+        return AGAINST[status]
+    if force:
+        return None
+    if newer is not None:
+        return AGAINST["overtaken"].format(newer=newer)
+    if unknown:
+        return AGAINST["unknown"]
+    return AGAINST["used_up"].format(max_retries=most) if retries >= most else None
+
+
+@contextlib.contextmanager
+def put_back(desk: Desk) -> Iterator[list[int]]:
+    """Around what puts entries back into the queue, and names them in the list."""
+    desk.run(NO_LOOPS)
+    began = desk.run("select clock_timestamp()")[0][0]
+    seqs: list[int] = []
+    yield seqs
+    until = time.monotonic() + desk.patience
+    while seqs:
+        desk.run("notify serversync")
+        under_way = desk.run(SEND_LAST, seqs=seqs, began=began)[0][0]
+        if not under_way or time.monotonic() > until:
+            break
+        time.sleep(0.2)  # a newer one may be on its way just now
+
+
+def retry_letter(desk: Desk, name: str, force: bool) -> dict[str, Any]:
+    """Puts a letter back into the queue, in its lane; the agent does the rest."""
+    ids = [_letter_id(name)]
+    with put_back(desk) as seqs, desk.conn.transaction():
+        rows = desk.run(JUDGE_LETTERS, ids=ids, topic=None, after=0)
+        if not rows:
+            raise Refused("not_found", f"there is no dead letter {name}")
+        against = _against(rows[0], force)
+        if against:
+            raise Refused("conflict", f"dead letter {name} is not sent again: {against}")
+        desk.run(REVIVE, ids=ids)
+        seqs.append(rows[0][1])
+    message = f"entry {rows[0][1]} is in the queue again"
+    return {"id": name, "status": "RETRYING", "message": message}
+
+
+def retry_all(desk: Desk, topic: str | None, force: bool) -> dict[str, Any]:
+    """Puts all that can go back into the queue, in hundreds."""
+    retried, after = 0, 0
+    refused: dict[str, int] = {}
+    while True:
+        with put_back(desk) as seqs, desk.conn.transaction():
+            rows = desk.run(JUDGE_LETTERS, ids=None, topic=topic, after=after)
+            good = []
+            for row in rows:
+                against = _against(row, force)
+                if against:
+                    kind = re.sub(r" \(seq \d+\)", "", against)
+                    refused[kind] = refused.get(kind, 0) + 1
+                else:
+                    good.append(row[0])
+                    seqs.append(row[1])
+            desk.run(REVIVE, ids=good)
+        if not rows:
+            break
+        retried, after = retried + len(good), rows[-1][1]
+    message = f"{count(retried, 'entry', 'entries')} back in the queue"
+    message += "".join(f"; {number} not: {kind}" for kind, number in refused.items())
+    return {"retried": retried, "refused": sum(refused.values()), "message": message}
+
+
+def delete_letter(desk: Desk, name: str) -> dict[str, Any]:
+    rows = desk.run(DELETE_LETTER, id=_letter_id(name))
+    if not rows:
+        raise Refused("not_found", f"there is no dead letter {name}")
+    more = "; its recording stays on the disk" if rows[0][1] == FILE_TYPE else ""
+    if rows[0][2] == "RETRYING":
+        more += "; it was in the queue, and may have been sent"
+    return {"success": True, "message": f"dead letter {name} is deleted{more}"}
+
+
+# ==================================================================================================
+# Metrics
+# Prometheus text of what survey() saw and the counters counted. What is not known is left out: a 0
+# would be a lie, and for a counter a restart.
+# ==================================================================================================
+
+# Name, type, text: in the order in which they are printed.
+METRICS: Final = (
+    ("serversync_build_info", "gauge", "Versions, as labels."),
+    ("serversync_snapshot_timestamp_seconds", "gauge", "When these numbers were taken."),
+    ("serversync_up", "gauge", "Whether an agent runs here, be it as standby."),
+    ("serversync_database_up", "gauge", "Whether the database answers."),
+    ("serversync_listener_connected", "gauge", "Whether a NOTIFY wakes the agent; else it polls."),
+    ("serversync_outage", "gauge", "Whether nothing gets through, by endpoint."),
+    ("serversync_outage_seconds", "gauge", "For how long nothing has got through, by endpoint."),
+    ("serversync_pending_entries", "gauge", "Entries not yet delivered."),
+    ("serversync_oldest_pending_seconds", "gauge", "Age of the oldest entry not yet delivered."),
+    ("serversync_waiting_entries", "gauge", "Entries that wait after a failure, by its code."),
+    ("serversync_dead_letters", "gauge", "Entries given up, by what became of them since."),
+    (
+        "serversync_last_success_timestamp_seconds",
+        "gauge",
+        "When the frontend last confirmed anything.",
+    ),
+    ("serversync_deletions_waiting", "gauge", "Uploaded recordings still on the disk."),
+    ("serversync_deletions_failed", "gauge", "Those of them whose deletion has failed."),
+    ("serversync_recordings_bytes", "gauge", "What is in the recordings directory."),
+    ("serversync_disk_free_bytes", "gauge", "Free space where the recordings are."),
+    ("serversync_disk_size_bytes", "gauge", "All space where the recordings are."),
+    ("serversync_upload_bytes_total", "counter", "Bytes of confirmed uploads."),
+    ("outbox_inflight", "gauge", "Entries and files in the request under way."),
+    ("outbox_dequeue_total", "counter", "Entries taken from the queue, by what became of them."),
+    (
+        "outbox_send_total",
+        "counter",
+        "Entries by the outcome of sending them; what an outage explains is not counted.",
+    ),
+    ("outbox_lag_seconds", "histogram", "From an entry's creation to its confirmation."),
+    ("outbox_retry_count", "histogram", "How often an entry had failed until it got through."),
+)
+LAG_BOUNDS: Final = (1, 5, 30, 60, 300, 3600, 86400)  # seconds, those of CONFIRM
+TRIES_BOUNDS: Final = tuple(range(9))
+# Failures before anything left: no sending that is retried.
+NOT_SENT: Final = ("NOT_READY", "FILE_UNREADABLE", "ENTRY_UNREADABLE")
+
+Samples = Mapping[str, float | None]  # what follows the name (suffix and labels): its value
+
+
+def metrics_text(view: dict[str, Any], counts: dict[tuple[str, str], float]) -> str:
+    """All metrics that are known, in the text format 0.0.4."""
+    samples = _of_agent(view) | _of_work(view)
+    if view["database"]["ok"]:
+        samples |= _counters(counts)
+    lines = []
+    for name, kind, text in METRICS:
+        known = {key: value for key, value in samples.get(name, {}).items() if value is not None}
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"] if known else []
+        for key, value in known.items():
+            lines.append(f"{name}{key} {repr(float(value)).removesuffix('.0')}")
+    return "\n".join(lines) + "\n"
+
+
+def labels(**pairs: object) -> str:
+    """{name="value",…}: masked, without control characters, escaped."""
+    shown = {key: clean(str(value), MASKING.known, 128) for key, value in pairs.items()}
+    escaped = {key: re.sub(r'(["\\])', r"\\\1", value) for key, value in shown.items()}
+    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"
+
+
+def labelled(name: str, values: Mapping[str, float]) -> Samples:
+    """A sample for each value of one label."""
+    return {labels(**{name: key}): value for key, value in values.items()}
+
+
+def _seconds(text: str | None) -> float | None:
+    return datetime.fromisoformat(text).timestamp() if text else None
+
+
+def _of_agent(view: Mapping[str, Any]) -> dict[str, Samples]:
+    """Who is there, and whether anything gets through."""
+    agent, now = view["agent"], _seconds(view["at"]) or 0.0
+    build = labels(
+        version=__version__,
+        python=platform.python_version(),
+        psycopg=psycopg.__version__,
+        urllib3=urllib3.__version__,  # type: ignore[attr-defined]
+    )
+    found: dict[str, Samples] = {
+        "serversync_build_info": {build: 1},
+        "serversync_snapshot_timestamp_seconds": {"": now},
+        "serversync_up": {"": agent["state"] in ("running", "standby")},
+        "serversync_database_up": {"": view["database"]["ok"]},
+        "serversync_listener_connected": {"": (view["checks"] or {}).get("listening")},
+        "outbox_inflight": {"": agent["inflight"]},
+    }
+    if agent["pid"] and agent["state"] == "running":  # a standby does not know of outages
+        since = {outage["endpoint"]: _seconds(outage["since"]) for outage in view["outages"]}
+        lasted = {door: max(0.0, now - (since.get(door) or now)) for door in ("entries", "files")}
+        out = {door: door in since for door in lasted}
+        found["serversync_outage"] = labelled("endpoint", out)
+        found["serversync_outage_seconds"] = labelled("endpoint", lasted)
+    return found
+
+
+def _of_work(view: Mapping[str, Any]) -> dict[str, Samples]:
+    """What is there to do, what failed, and the disk."""
+    outbox, recordings = view["outbox"] or {}, view["recordings"] or {}
+    oldest = outbox.get("oldest_seconds") if outbox.get("pending") else outbox.get("pending")
+    last = (view["deliveries"] or {}).get("last_success_at")
+    return {
+        "serversync_pending_entries": {"": outbox.get("pending")},
+        "serversync_oldest_pending_seconds": {"": oldest},
+        "serversync_waiting_entries": labelled("code", outbox.get("reasons") or {}),
+        "serversync_dead_letters": labelled("status", view["dead_letters"] or {}),
+        "serversync_last_success_timestamp_seconds": {"": _seconds(last)},
+        "serversync_deletions_waiting": {"": recordings.get("deletions_waiting")},
+        "serversync_deletions_failed": {"": recordings.get("deletions_failed")},
+        "serversync_recordings_bytes": {"": recordings.get("bytes")},
+        "serversync_disk_free_bytes": {"": recordings.get("disk_free")},
+        "serversync_disk_size_bytes": {"": recordings.get("disk_total")},
+    }
+
+
+def _counters(counts: Mapping[tuple[str, str], float]) -> dict[str, Samples]:
+    """What was counted in the very transactions that did it, since the schema was made."""
+    of: dict[str, dict[str, float]] = {}
+    for (name, label), value in counts.items():
+        of.setdefault(name, {})[label] = value
+    total = {name: sum(by_label.values()) for name, by_label in of.items()}
+    retries, sent_as = of.get("retries", {}), of.get("sent_as", {})
+    dead = total.get("dead", 0)
+    taken = {"sent": total.get("sent", 0), "set_aside": total.get("retries", 0), "dead": dead}
+    outcomes = {
+        "success": sent_as.get("sent", 0),
+        "retry": sum(value for code, value in retries.items() if code not in NOT_SENT),
+        "dead": dead,
+        "conflict_processed": sent_as.get("conflict_processed", 0),
+    }
+    lag = histogram(of.get("lag", {}), LAG_BOUNDS, total.get("lag_sum", 0))
+    tries = histogram(of.get("tries", {}), TRIES_BOUNDS, total.get("tries_sum", 0))
+    return {
+        "serversync_upload_bytes_total": {"": total.get("upload_bytes", 0)},
+        "outbox_dequeue_total": labelled("result", taken),
+        "outbox_send_total": labelled("outcome", outcomes),
+        "outbox_lag_seconds": lag,
+        "outbox_retry_count": tries,
+    }
+
+
+def histogram(buckets: Mapping[str, float], bounds: Sequence[int], total: float) -> Samples:
+    """Cumulative; `buckets` counts by the number of the first bound that was not passed."""
+    samples: dict[str, float | None] = {}
+    below = 0.0
+    for number, bound in enumerate((*bounds, "+Inf")):
+        below += buckets.get(str(number), 0)
+        samples["_bucket" + labels(le=bound)] = below
+    return samples | {"_sum": total, "_count": below}
+
+
+# ==================================================================================================
+# Commands
+# What people type. Each prints a screen, a table or JSON, and returns an exit code.
+# ==================================================================================================
+
+# What a least-privilege role needs, whether it has it, and the SQL (written by PostgreSQL, so that
+# names are quoted by it). In the order in which it must be done; what is absent needs no grant.
+SETUP: Final = """
+with role as (
+    select %(role)s::text as name, (select oid from pg_roles where rolname = %(role)s) as oid
+), outbox as (
+    select c.oid, c.oid::regclass::text as name, n.oid as schema_oid, n.nspname as schema,
+           pg_get_serial_sequence(c.oid::regclass::text, 'id') as sequence
+    from pg_class c join pg_namespace n on n.oid = c.relnamespace
+    where n.nspname = %(schema)s and c.relname = 'sync_outbox'
+), other as (
+    select c.oid, c.oid::regclass::text as name, c.relname, i.indisvalid
+    from pg_class c join outbox o on o.schema_oid = c.relnamespace
+    left join pg_index i on i.indexrelid = c.oid
+), steps (number, name, done, sql) as (
+    select 1, 'role', oid is not null, format('create role %%I login', name) from role
+    union all
+    select 2, 'connect', has_database_privilege(oid, current_database(), 'connect'),
+           format('grant connect on database %%I to %%I', current_database(), name) from role
+    union all
+    select 3, 'schema of the backend', has_schema_privilege(r.oid, o.schema_oid, 'usage'),
+           format('grant usage on schema %%I to %%I', o.schema, r.name) from role r, outbox o
+    union all
+    select 4, 'search_path', o.schema = 'public' or exists (
+               select from pg_db_role_setting s where s.setrole = r.oid
+               and array_to_string(s.setconfig, ' ') like 'search_path=%%' || o.schema || '%%'),
+           format('alter role %%I in database %%I set search_path = %%I', r.name,
+                  current_database(), o.schema) from role r, outbox o
+    union all
+    select 5, 'sync_outbox', has_table_privilege(r.oid, o.oid, 'select')
+               and has_table_privilege(r.oid, o.oid, 'insert')
+               and has_table_privilege(r.oid, o.oid, 'delete')
+               and has_column_privilege(r.oid, o.oid, 'processed_at', 'update'),
+           format('grant select, insert, delete, update (processed_at) on %%s to %%I', o.name,
+                  r.name) from role r, outbox o
+    union all
+    select 6, 'its sequence', has_sequence_privilege(r.oid, o.sequence, 'usage'),
+           format('grant usage on sequence %%s to %%I', o.sequence, r.name)
+    from role r, outbox o where o.sequence is not null
+    union all
+    select 7, 'recordings', has_table_privilege(r.oid, t.oid, 'select')
+               and has_column_privilege(r.oid, t.oid, 'upload_status', 'update')
+               and has_column_privilege(r.oid, t.oid, 's3_url', 'update'),
+           format('grant select, update (upload_status, s3_url) on %%s to %%I', t.oid::regclass,
+                  r.name) from role r, other t where t.relname = 'recordings'
+    union all
+    select 8, 'system_settings', has_table_privilege(r.oid, t.oid, 'select'),
+           format('grant select on %%s to %%I', t.oid::regclass, r.name)
+    from role r, other t where t.relname = 'system_settings'
+    union all
+    select 9, 'schema serversync', exists (
+               select from pg_namespace n where n.nspname = 'serversync'
+               and pg_has_role(r.oid, n.nspowner, 'usage')),
+           case when to_regnamespace('serversync') is null
+                then format('create schema serversync authorization %%I', name)
+                else format('alter schema serversync owner to %%I', name) end from role r
+    union all
+    select 10, 'owner of its tables', count(*) = 0,  -- where another role was the agent's before
+           string_agg(format('alter %%s %%s owner to %%I', o.kind, o.name, r.name), '; ')
+    from role r, (
+        select 'table' as kind, oid::regclass::text as name, relowner as owner from pg_class
+        where relnamespace = to_regnamespace('serversync') and relkind = 'r'
+        union all
+        select 'function', oid::regprocedure::text, proowner from pg_proc
+        where pronamespace = to_regnamespace('serversync')) o
+    where not coalesce(pg_has_role(r.oid, o.owner, 'usage'), false)
+    union all
+    select 101, 'an invalid index dropped', false, format('drop index concurrently %%s', name)
+    from other where relname = 'sync_outbox_serversync_pending' and not indisvalid
+    union all
+    select 102, 'index of pending entries', exists (
+               select from other where relname = 'sync_outbox_serversync_pending' and indisvalid),
+           format('create index concurrently sync_outbox_serversync_pending on %%s (id) '
+                  'where processed_at is null', name) from outbox
+    union all
+    select 103, 'NOTIFY trigger', exists (
+               select from pg_trigger where tgrelid = o.oid and tgname = 'serversync_wake'),
+           format('create trigger serversync_wake after insert on %%s for each statement '
+                  'execute function serversync.wake()', name) from outbox o
+)
+select number, name, coalesce(done, false), sql from steps order by number
+"""
+# The one schema that holds the outbox, for a session that may not have it in its search_path.
+OUTBOX_SCHEMA: Final = """
+select n.nspname from pg_class c join pg_namespace n on n.oid = c.relnamespace
+where c.relname = 'sync_outbox' and c.relkind in ('r', 'p')
+order by n.nspname = 'public' desc, n.nspname limit 1
+"""
+SERVICE_USER: Final = "serversync"
+SUPERUSER: Final = "postgres"
+COLOURS: Final = {"good": "32", "warn": "33", "bad": "31", "dim": "2"}
+
+
+def to_stdout(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def as_json(value: object) -> str:
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda odd: f"\\u{ord(odd[0]):04x}", text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they must be; text from outside cannot move the cursor."""
+    texts = [header, *([clean("" if c is None else str(c), limit=80) for c in r] for r in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
+    return "\n".join(lines)
+
+
+def paint(kind: str, text: str) -> str:
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or kind not in COLOURS
+    return text if plain else f"\x1b[{COLOURS[kind]}m{text}\x1b[0m"
+
+
+def span(seconds: float) -> str:
+    """How long, in the largest unit that says enough."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def since(text: str | None) -> str:
+    """How long ago a time of the survey was."""
+    if text is None:
+        return "never"
+    with contextlib.suppress(ValueError):
+        return span(time.time() - datetime.fromisoformat(text).timestamp())
+    return text  # 'infinity' is a date, too
+
+
+# --- who acts -------------------------------------------------------------------------------------
+
+
+def service_user(environ: Mapping[str, str]) -> pwd.struct_passwd | None:
+    """Who the service is: the unit's user; without a unit the running agent's, or the package's."""
+    unit = unit_properties("LoadState", "User")
+    with contextlib.suppress(OSError, KeyError):
+        if unit.get("LoadState") == "loaded":
+            return pwd.getpwnam(unit["User"] or "root")
+        state = read_state(environ)
+        if state:
+            return pwd.getpwuid(os.stat(f"/proc/{state['pid']}").st_uid)
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam(SERVICE_USER)
+    return None
+
+
+def unit_properties(*names: str) -> dict[str, str]:
+    """What systemd knows of the service; nothing where there is no systemd."""
+    if not os.path.isdir("/run/systemd/system"):
+        return {}
+    show = ["systemctl", "show", f"--property={','.join(names)}", "serversync.service"]
+    clean_environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+    try:
+        shown = subprocess.run(
+            show, env=clean_environment, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
+
+
+def become(user: pwd.struct_passwd) -> None:
+    """For good: peer authentication and the files then work as they do for the service."""
+    os.initgroups(user.pw_name, user.pw_gid)
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+    os.environ["HOME"] = user.pw_dir  # libpq looks there for .pgpass and certificates
+
+
+def become_service_user(environ: Mapping[str, str]) -> None:
+    """Commands that root types act as the service does."""
+    user = service_user(environ) if os.geteuid() == 0 else None
+    if user is not None and user.pw_uid != 0:
+        become(user)
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def status_screen(view: Mapping[str, Any]) -> str:
+    """One screen for a person; what is missing is said in its place."""
+    lines = [f"serversync {view['version']}, device {view['device']}, to {view['frontend']}", ""]
+    for title, words in _status_rows(view):
+        lines.append(f"{title:<13}{words}")
+    return "\n".join(lines)
+
+
+def _status_rows(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    agent = view["agent"]
+    words = {"running": paint("good", "running"), "standby": paint("warn", "standby")}
+    words["elsewhere"] = paint("warn", "not seen here, but another session holds the lock")
+    text = words.get(agent["state"], paint("bad", "not running: sudo systemctl start serversync"))
+    if agent["since"]:
+        text += f" for {since(agent['since'])} (pid {agent['pid']})"
+    yield "agent", text
+    if agent["sentence"]:
+        yield "", agent["sentence"]
+    for outage in view["outages"]:
+        wait = max(0.0, datetime.fromisoformat(outage["next_try_at"]).timestamp() - time.time())
+        text = f"{outage['endpoint']}, for {since(outage['since'])}, next try in {span(wait)}"
+        yield paint("bad", "outage") + " " * 7, f"{text}: {outage['reason']}"
+    if not view["database"]["ok"]:
+        yield "database", paint("bad", str(view["database"]["error"]))
+    else:
+        yield from _status_counts(view)
+    yield from _status_recordings(view["recordings"])
+    yield from _status_progress(view["progress"])
+
+
+def _status_counts(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    outbox, letters_, sent = view["outbox"], view["dead_letters"], view["deliveries"]
+
+    def listed(counts: Mapping[str, int]) -> str:
+        most = sorted(counts, key=lambda name: -counts[name])[:6]
+        rest = [f"and {len(counts) - 6} more"] if len(counts) > 6 else []
+        return ", ".join([*(f"{clean(name, limit=30)} {counts[name]}" for name in most), *rest])
+
+    text = paint("good", "nothing pending")
+    if outbox["pending"]:
+        text = f"{outbox['pending']} pending, the oldest for {span(outbox['oldest_seconds'])}"
+        text += f": {listed(outbox['by_type'])}"
+    yield "outbox", text
+    if outbox["waiting"]:
+        yield "", f"{outbox['waiting']} of them wait for a retry: {listed(outbox['reasons'])}"
+    open_letters = letters_["PENDING"] + letters_["DEAD"]
+    states = ", ".join(f"{n} {name}" for name, n in letters_.items() if n) or "none"
+    yield "dead letters", paint("bad" if open_letters else "", states)
+    hour = sent["hour"]
+    text = f"last {since(sent['last_success_at'])} ago" if sent["last_success_at"] else "never yet"
+    text += f"; in the last hour {count(hour['entries'], 'entry', 'entries')}"
+    text += f" and {count(hour['files'], 'recording')} ({human(hour['bytes'])})"
+    yield "delivered", text
+
+
+def _status_recordings(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    words = []
+    if "waiting" in found:
+        size = found["waiting_bytes"]
+        words.append(f"{found['waiting']} to upload" + (f" ({human(size)})" if size else ""))
+        words.append(f"{found['deletions_waiting']} to delete")
+        if found["deletions_failed"]:
+            words.append(paint("bad", f"{found['deletions_failed']} cannot be deleted"))
+    if found["disk_free"] is None:
+        words.append(paint("warn", f"{found['directory']} cannot be read"))
+    else:
+        size = found["bytes"]
+        words.append("" if size is None else f"{human(size)} on the disk")
+        words.append(f"{human(found['disk_free'])} of {human(found['disk_total'])} free")
+    yield "recordings", ", ".join(filter(None, words))
+
+
+def _status_progress(progress: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if progress is None:
+        return
+    upload = progress["kind"] == "upload"
+    done, total = (progress[k] for k in (("bytes", "size") if upload else ("entries", "total")))
+    share = done / max(total, 1)
+    filled = round(10 * share)
+    left = progress["left_seconds"]
+    rate = f"{human(progress['rate'])}/s" if upload else f"{progress['rate']:.0f}/s"
+    shown = f"{human(done)} of {human(total)}" if upload else f"{done} of {total} entries"
+    bar = "#" * filled + "." * (10 - filled)
+    ends = "" if left is None else f", {span(left)} left"
+    yield progress["kind"], f"[{bar}] {100 * share:3.0f} % {shown}, {rate}{ends}"
+
+
+def do_status(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    if arguments.watch and not arguments.json:
+        return watch(config, environ)
+    view = survey(config, environ)
+    to_stdout(as_json(view) if arguments.json else status_screen(view))
+    there = view["database"]["ok"] and view["agent"]["state"] in ("running", "standby")
+    return EX_OK if there else EX_UNAVAILABLE
+
+
+def watch(config: Config, environ: Mapping[str, str]) -> int:
+    """Repaints once a second, until Ctrl-C; leaves the last screen behind."""
+    screen, there = "", sys.stdout.isatty()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        if there:
+            sys.stdout.write("\x1b[?1049h")
+        while True:
+            screen = status_screen(survey(config, environ))
+            painted = screen.replace("\n", "\x1b[K\r\n") + "\x1b[K\x1b[J" if there else screen
+            to_stdout(("\x1b[H" if there else "") + painted)
+            sys.stdout.flush()
+            time.sleep(1)
+    except KeyboardInterrupt:
+        return EX_OK
+    finally:
+        if there:
+            to_stdout("\x1b[?1049l" + screen)
+
+
+# --- dead letters, replay, prune, enqueue ---------------------------------------------------------
+
+
+def do_dlq(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    with Desk(config, "dlq") as desk:
+        return int(DLQ[arguments.action](desk, arguments))
+
+
+def _dlq_list(desk: Desk, arguments: argparse.Namespace) -> int:
+    found = letters(desk, arguments.topic, arguments.page, arguments.page_size)
+    if arguments.json:
+        to_stdout(as_json(found))
+        return EX_OK
+    keys = ("id", "original_topic", "status", "retry_count", "error_code", "created_at")
+    for message in found["messages"]:
+        at = datetime.fromisoformat(message["created_at"]).astimezone()  # as --since reads it
+        message["created_at"] = at.isoformat(timespec="seconds")[:19]
+    rows = [[m[k] for k in keys] + [m["error_message"]] for m in found["messages"]]
+    header = ("ID", "TOPIC", "STATUS", "RETRIES", "CODE", "SINCE", "MESSAGE")
+    pages = found["pagination"]
+    if rows:
+        to_stdout(table(header, rows))
+    if pages["has_next"]:
+        topic = [arguments.topic] if arguments.topic else []
+        numbers = ["--page", str(pages["page"] + 1), "--page-size", str(pages["page_size"])]
+        more = shlex.join(["serversync", "dlq", "list", *topic, *numbers])
+        to_stdout(f"{pages['total_count']} in all; the next page: {more}")
+    elif not rows:
+        to_stdout(f"{pages['total_count']} in all, none on this page"
+                  if pages["total_count"] else "no dead letters")  # fmt: skip
+    return EX_OK
+
+
+def _dlq_show(desk: Desk, arguments: argparse.Namespace) -> int:
+    message = letter(desk, arguments.id)
+    if arguments.json:
+        to_stdout(as_json(message))
+        return EX_OK
+    payload = message.pop("payload")
+    if payload is None:
+        payload = f"{human(message['payload_bytes'])}: too large to be shown"
+    lines = [f"{k:<16}{clean(str(v), limit=2000)}" for k, v in message.items() if v is not None]
+    shown = payload if isinstance(payload, str) else as_json(payload)
+    to_stdout("\n".join([*lines, "", clean(shown, limit=PAYLOAD_ALONE, lines=True)]))
+    return EX_OK
+
+
+def _each(arguments: argparse.Namespace, act: Callable[[str], dict[str, Any]]) -> int:
+    """One after the other; what is refused does not stop the rest."""
+    code, answers = EX_OK, []
+    for name in arguments.ids:
+        try:
+            answers.append(act(name))
+        except Refused as refused:
+            code = EX_PERSON
+            answers.append({"id": name, "error": refused.kind, "message": str(refused)})
+    told = as_json(answers) if arguments.json else "\n".join(a["message"] for a in answers)
+    to_stdout(told)
+    return code
+
+
+def _dlq_retry(desk: Desk, arguments: argparse.Namespace) -> int:
+    return _each(arguments, lambda name: retry_letter(desk, name, arguments.force))
+
+
+def _dlq_delete(desk: Desk, arguments: argparse.Namespace) -> int:
+    number = count(len(arguments.ids), "dead letter")
+    if not confirmed(arguments, f"This deletes {number}: what they hold is never sent."):
+        return EX_OK
+    return _each(arguments, lambda name: delete_letter(desk, name))
+
+
+def _dlq_retry_all(desk: Desk, arguments: argparse.Namespace) -> int:
+    answer = retry_all(desk, arguments.topic, arguments.force)
+    to_stdout(as_json(answer) if arguments.json else answer["message"])
+    return EX_PERSON if answer["refused"] else EX_OK
+
+
+DLQ: Final = {
+    "list": _dlq_list,
+    "show": _dlq_show,
+    "retry": _dlq_retry,
+    "retry-all": _dlq_retry_all,
+    "delete": _dlq_delete,
+}
+
+
+def confirmed(arguments: argparse.Namespace, sentence: str) -> bool:
+    """Destructive commands say what they will do, and want --yes."""
+    if not arguments.yes:
+        to_stdout(f"{sentence} To do it, add --yes.")
+    return bool(arguments.yes)
+
+
+REPLAY_WORDS: Final = {
+    "again": "to be sent again",
+    "pending": "pending already",
+    "letter": "dead letters (serversync dlq retry)",
+    "delivered": "recordings whose file is delivered",
+    "overtaken": "overtaken by a newer entry of the same entity (--force)",
+    "unknown": "so old that a newer entry may have been pruned (--force)",
+}
+
+
+def _replay_some(
+    desk: Desk, arguments: argparse.Namespace, after: int, last: int
+) -> list[tuple[Any, ...]]:
+    with put_back(desk) as seqs:
+        rows = desk.run(
+            REPLAY, after=after, last=last, since=arguments.since, until=arguments.until,
+            type=arguments.type, call=arguments.call, force=arguments.force, really=arguments.yes,
+        )  # fmt: skip
+        for verdict, _, _, picked in rows:
+            seqs += picked if verdict == "again" and arguments.yes else []
+    return rows
+
+
+def do_replay(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    first, last = arguments.seq or (1, 1 << 62)
+    wanted = (arguments.seq, arguments.since, arguments.until, arguments.type, arguments.call)
+    if not any(wanted):
+        raise Refused("invalid", "say what: --seq, --since, --until, --type or --call")
+    if arguments.since and arguments.until and arguments.since > arguments.until:
+        raise Refused("invalid", "--since is later than --until")
+    totals = dict.fromkeys(REPLAY_WORDS, 0)
+    after = first - 1
+    with Desk(config, "replay") as desk:
+        while rows := _replay_some(desk, arguments, after, last):
+            for verdict, number, highest, _ in rows:
+                totals[verdict] += number
+                after = max(after, highest)
+    if arguments.json:
+        to_stdout(as_json(totals | {"done": arguments.yes}))
+        return EX_OK
+    for verdict, number in totals.items():
+        if number or verdict == "again":
+            to_stdout(f"{number:>9} {REPLAY_WORDS[verdict]}")
+    if arguments.yes:
+        to_stdout("They are in the queue.")
+    else:
+        confirmed(arguments, "Nothing is done yet.")
+    return EX_OK
+
+
+def do_prune(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    days = config.retention_days if arguments.days is None else arguments.days
+    if not days:
+        raise Refused("invalid", "SYNC_RETENTION_DAYS is 0 (keep for ever): say --days N")
+    with Desk(config, "prune") as desk:
+        number = desk.run(PRUNABLE, days=days)[0][0]
+        what = (
+            f"{count(number, 'row')} of sync_outbox, processed {count(days, 'day')} ago or earlier"
+        )
+        if not confirmed(arguments, f"This deletes {what}, and old receipts."):
+            return EX_OK
+        rows = receipts = 0
+        while any(gone := desk.run(PRUNE, days=days)[0]):
+            rows, receipts = rows + gone[0], receipts + gone[1]
+    kept = number - rows
+    to_stdout(f"deleted {count(rows, 'row')} and {count(receipts, 'receipt')}")
+    if kept > 0:
+        text = f"{count(kept, 'row')} kept: the clock is behind the last receipt, or no receipt"
+        to_stdout(f"{text} says that what stands before them is old")
+    return EX_OK
+
+
+def do_enqueue(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    payload = sys.stdin.buffer.read(config.entry_max_bytes + 1)
+    if len(payload) > config.entry_max_bytes:
+        raise Refused("invalid", "the payload is larger than SYNC_ENTRY_MAX_BYTES")
+    with Desk(config, "enqueue") as desk:
+        try:
+            seq = desk.run(
+                ENQUEUE,
+                type=arguments.type,
+                id=arguments.id,
+                payload=payload.decode("utf-8"),
+                key=arguments.idempotency_key,
+            )[0][0]
+        except UnicodeDecodeError:
+            raise Refused("invalid", "the payload is not UTF-8") from None
+        except psycopg.errors.UniqueViolation as error:
+            raise Refused("conflict", str(error.diag.message_primary)) from None
+        except (psycopg.DataError, psycopg.OperationalError) as error:
+            why = error.diag.message_detail or error.diag.message_primary or error
+            raise Refused("invalid", f"standard input is not a JSON payload: {why}") from None
+        desk.run("notify serversync")
+    to_stdout(as_json({"seq": seq}) if arguments.json else f"{seq}")
+    return EX_OK
+
+
+def do_metrics(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    to_stdout(metrics_of(config, environ).rstrip("\n"))
+    return EX_OK
+
+
+def metrics_of(config: Config, environ: Mapping[str, str]) -> str:
+    """What is known, also without a database: a 0 in place of a counter would be a restart."""
+    view = survey(config, environ)
+    counts: dict[tuple[str, str], float] = {}
+    try:
+        with Desk(config, "metrics") as desk:
+            counts = counters(desk)
+    except (Unavailable, psycopg.Error) as error:
+        view["database"] = {"ok": False, "error": str(error)}
+    return metrics_text(view, counts)
+
+
+# --- setup ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def owner_connection(config: Config, url: str | None) -> Iterator[psycopg.Connection[Any]]:
+    """Somebody who may grant: by the URL that was given; for root the superuser, by the peer
+    authentication of a Unix socket; else whoever the configuration names."""
+    parts = conninfo_to_dict(config.database_url)
+    local = str(parts.get("host") or "/").startswith("/") and "service" not in parts
+    root = url is None and local and os.geteuid() == 0
+    try:
+        if root:
+            user = pwd.getpwnam(SUPERUSER)
+            os.seteuid(user.pw_uid)
+            parts = {k: v for k, v in parts.items() if k in ("host", "port", "dbname")}
+            url = make_conninfo(user=SUPERUSER, **parts)  # type: ignore[arg-type]
+        conn = psycopg.connect(
+            url or config.database_url, autocommit=True, connect_timeout=DESK_LIMIT
+        )
+    except KeyError:
+        raise Unavailable("there is no user postgres here: use --admin-url") from None
+    except psycopg.OperationalError as error:
+        raise not_there(error) from None
+    finally:
+        os.seteuid(os.getuid())
+    with conn:
+        yield conn
+
+
+def setup_role(config: Config, environ: Mapping[str, str]) -> str:
+    """The role that the agent will be: the URL's, or (peer authentication) its user's."""
+    named = conninfo_to_dict(config.database_url).get("user")
+    if named:
+        return str(named)
+    user = service_user(environ) if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
+    if user is None:
+        how = "name it in DATABASE_URL (postgresql://USER@/DATABASE), or install the unit first"
+        raise ConfigError([f"as which user does the service run? {how}"])
+    return user.pw_name
+
+
+def do_setup(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    role = setup_role(config, environ)
+    with owner_connection(config, arguments.admin_url) as conn:
+        # A superuser's session: no name may lead to what others made in a schema of theirs.
+        conn.execute("set search_path = pg_catalog, pg_temp")
+        row = conn.execute(OUTBOX_SCHEMA).fetchone()
+        if row is None:
+            raise Unavailable(f"{conn.info.dbname} has no table sync_outbox: is it the backend's?")
+        conn.execute("set lock_timeout = '5s'")
+        try:
+            for name, done, make in _setup_steps(conn, role, row[0]):
+                if not arguments.print_sql:
+                    if not done:
+                        conn.execute(make)
+                    to_stdout(f"{'there' if done else 'made':<6} {name}")
+                elif not done:
+                    to_stdout(f"-- {name}\n{make.strip()};")
+        except psycopg.errors.InsufficientPrivilege as error:
+            how = "as root: sudo serversync setup; or with --admin-url and a superuser's URL"
+            raise ConfigError([f"{error.diag.message_primary}: run it {how}"]) from None
+        except psycopg.errors.LockNotAvailable as error:
+            how = "a transaction in the database lasts: try again"
+            raise Unavailable(f"{error.diag.message_primary}: {how}") from None
+    return EX_OK if arguments.print_sql else _setup_root(config, environ)
+
+
+def _setup_steps(
+    conn: psycopg.Connection[Any], role: str, schema: str
+) -> Iterator[tuple[str, bool, str]]:
+    """What the agent needs in its database: the name, whether it is there, and its SQL."""
+    steps = conn.execute(SETUP, {"role": role, "schema": schema}).fetchall()
+    yield from (step[1:] for step in steps if step[0] < 100)
+    known = 0
+    if conn.execute("select to_regclass('serversync.schema_version')").fetchall()[0][0]:
+        known = conn.execute(VERSION).fetchall()[0][0]
+    quoted = psycopg.sql.Identifier(role).as_string(conn)
+    for number, migration in enumerate(MIGRATIONS, 1):
+        make = f"begin; set local role {quoted};\n{migration.strip()}\n"
+        make += f"insert into serversync.schema_version values ({number}); commit"
+        yield f"its tables, version {number}", number <= known, make
+    yield from (step[1:] for step in steps if step[0] > 100)
+
+
+def _adopt(desk: Desk, root_id: str) -> None:
+    desk.run(ADOPT_ROOT, root_id=root_id)
+
+
+def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
+    """The last steps, as the service's user: that it can log in, and the recordings' marker."""
+    become_service_user(environ)
+    recordings = Recordings(config.recordings_dir)
+    with Desk(config, "setup") as desk:
+        known = desk.run("select root_id from serversync.sender")[0][0]
+        try:
+            with recordings.root(known, partial(_adopt, desk)):
+                to_stdout(f"{'there' if known else 'made':<6} marker in {config.recordings_dir}")
+        except EntryTrouble as trouble:
+            to_stdout(f"failed {trouble}")
+            if "denied" in str(trouble):
+                to_stdout(f"       run: {setup_hint(config.recordings_dir)}")
+            return EX_PERSON
+    return EX_OK
+
+
+def setup_hint(directory: str) -> str:
+    return f"sudo serversync setup --recordings {shlex.quote(directory)} --backend-user USER"
+
+
+# --- setup: the rights on the recordings ----------------------------------------------------------
+
+TMPFILES: Final = "/etc/tmpfiles.d/serversync.conf"
+DROP_IN: Final = "/etc/systemd/system/serversync.service.d/recordings.conf"
+WRITABLE: Final = "/opt/virtual-voicebot/"  # the unit's ReadWritePaths=
+HOMES: Final = tuple(
+    f"/{home}/" for home in ("home", "root", "run/user")
+)  # ProtectHome= of the unit
+
+
+def setup_rights(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Opens the backend's directories to the service, whatever the backend's user and umask are,
+    and for what it creates later, too: by default ACLs, which systemd-tmpfiles renews at each boot.
+    Needs no database and no configuration."""
+    if os.geteuid() != 0:
+        raise ConfigError([f"only root may give rights: {as_root()}"])
+    user = service_user(environ)
+    if user is None:
+        raise ConfigError([f"there is no user {SERVICE_USER}: install the package first"])
+    places = {"--recordings": arguments.recordings, "--announcements": arguments.announcements}
+    named = {option: path for option, path in places.items() if path}
+    problems = [text for option, path in named.items() if (text := _unfit(option, path))]
+    reader = arguments.backend_user or ""
+    if reader and not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}", reader):
+        problems.append(f"--backend-user {reader!r}: is no name of a user")
+    elif reader:
+        try:
+            pwd.getpwnam(reader)
+        except KeyError:
+            problems.append(f"--backend-user {reader}: there is no such user")
+    if problems:
+        raise ConfigError(problems)
+    directories = {option: os.path.realpath(path) for option, path in named.items()}
+    _write(TMPFILES, _tmpfiles(directories, user.pw_name, reader))
+    applied = _root_runs("systemd-tmpfiles", "--create", TMPFILES)
+    _write(DROP_IN, _drop_in(directories.values()))
+    _root_runs("systemctl", "daemon-reload")
+    return max(_said(path, user, reader, applied) for path in directories.values())
+
+
+def _unfit(option: str, path: str) -> str:
+    """What keeps a directory from being named in a tmpfiles.d file and in a unit."""
+    real = os.path.realpath(path)
+    if real != os.path.normpath(path):
+        return f"{option} {path}: leads by a link to {real[:200]!r}: name that, if it is meant"
+    if not re.fullmatch(r"/[\w./@+,:=~-]*", path, re.ASCII):  # no blank, quote, backslash, % or $
+        return f"{option} {path!r}: must be an absolute path of letters, digits and ./@+,:=~-_"
+    if not os.path.isdir(path):
+        return f"{option} {path}: is not there: start the backend once, or create it as its user"
+    if real.count("/") < 2 or real.startswith(("/etc/", "/usr/", "/proc/", "/sys/", "/dev/")):
+        return f"{option} {path}: a directory of its own is needed"
+    return ""
+
+
+def _tmpfiles(directories: Mapping[str, str], user: str, reader: str) -> str:
+    """x on the parents that are closed to others; all, and by default, from the directory on down.
+
+    Not rwX: systemd 252 ignores such a line. An x on files does no harm.
+    """
+    parents = set()
+    for path in directories.values():
+        while (path := os.path.dirname(path)) != "/":
+            parents.add(path)
+    closed = sorted(up for up in parents if not os.stat(up).st_mode & stat.S_IXOTH)
+    lines = [f"a+ {up} - - - - u:{user}:x" for up in closed]
+    for option, path in directories.items():
+        acl = f"u:{user}:rwx,d:u:{user}:rwx"
+        if option == "--announcements" and reader:
+            acl += f",d:u:{reader}:rwx"  # what the agent writes there is for the backend
+        lines.append(f"A+ {path} - - - - {acl}")
+    return "\n".join(["# Written by serversync setup --recordings; see tmpfiles.d(5).", *lines, ""])
+
+
+def _drop_in(directories: Iterable[str]) -> str:
+    """Nothing for what the shipped unit opens already."""
+    lines = []
+    for path in directories:
+        if f"{path}/".startswith(HOMES):
+            lines += ["ProtectHome=tmpfs", f"BindPaths=-{path}"]
+        elif not f"{path}/".startswith(WRITABLE):
+            lines.append(f"ReadWritePaths=-{path}")
+    head = ["# Written by serversync setup --recordings.", "[Service]"]
+    return "\n".join([*head, *dict.fromkeys(lines), ""]) if lines else ""
+
+
+def _write(path: str, text: str) -> None:
+    """As a whole or not at all; an empty text: no file."""
+    if not text:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(f"{path}.new", "w", encoding="ascii") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(text)
+    os.replace(f"{path}.new", path)
+    to_stdout(f"made   {path}")
+
+
+def _root_runs(*command: str) -> str:
+    """What it complained about; nothing where all is well."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return done.stderr.strip()
+
+
+def _said(path: str, user: pwd.struct_passwd, reader: str, complaint: str) -> int:
+    """Whether the service's user can write here now, by trying it in a process of that user's."""
+    sys.stdout.flush()  # or the child would print it once more
+    child = os.fork()
+    if child == 0:
+        try:
+            become(user)
+            problems = Recordings(path).probe(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+        except OSError as error:
+            problems = [f"{path}: {error.strerror}"]
+        for problem in problems:
+            to_stdout(f"failed {problem}")
+        sys.stdout.flush()
+        os._exit(EX_PERSON if problems else EX_OK)
+    failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != EX_OK
+    if failed:
+        why = complaint or "no ACLs on this file system?"
+        who = f"[Service] User={reader or 'BACKEND_USER'} RemoveIPC=no"
+        to_stdout(f"       {why}; the other way is a drop-in: {who} (README)")
+        return EX_PERSON
+    to_stdout(f"there  {user.pw_name} may write and delete in {path}")
+    return EX_OK
+
+
+# ==================================================================================================
+# Doctor
+# Named checks, each with a hint to paste. They leave everything as it is; none ends the others.
+# ==================================================================================================
+
+# What RIGHTS does not ask: rights that only some commands need, and tables of the backend that are
+# not there (ours stand in for them). No lock.
+MORE_RIGHTS: Final = """
+select what, without, well is not null
+from (values
+    ('delete on sync_outbox', 'old rows are not pruned',
+     has_table_privilege('sync_outbox', 'delete')),
+    ('insert on sync_outbox', 'what was pruned cannot be retried, nothing be enqueued by hand',
+     has_table_privilege('sync_outbox', 'insert')
+     and has_sequence_privilege(pg_get_serial_sequence('sync_outbox', 'id'), 'usage')
+         is not false),
+    ('recordings', 'the backend does not see what was uploaded',
+     to_regclass('recordings') is distinct from to_regclass('serversync.recordings') or null),
+    ('system_settings', 'the interval is SYNC_POLL_INTERVAL_SEC',
+     to_regclass('system_settings') is distinct from to_regclass('serversync.system_settings')
+     or null)) as needs (what, without, well)
+where well is not true
+"""
+ROOT_ID: Final = "select root_id from serversync.sender"
+# The directories that a pending or dead recording, or an upload, has to do with. Reads all pending
+# rows, as the next one does.
+KNOWN_DIRECTORIES: Final = """
+select coalesce(substring(coalesce(payload->>'filePath', payload->>'file_path')
+                          from '([^/]*)/[^/]*$'), payload->>'callId', payload->>'call_id', '')
+from (select payload from sync_outbox
+      where processed_at is null and entity_type = 'recording_file'
+      union all
+      select payload from serversync.dead_letters
+      where original_topic = 'recording_file' and status <> 'RESOLVED') as named
+union all select directory from serversync.uploads
+"""
+# Pending recordings that were waited for long enough.
+OVERDUE_FILES: Final = """
+select o.id, left(coalesce(o.payload->>'filePath', o.payload->>'file_path'), 4096),
+       left(coalesce(o.payload->>'callId', o.payload->>'call_id'), 1024)
+from sync_outbox o left join recordings r on r.id = serversync.to_uuid(
+    coalesce(o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))
+where o.processed_at is null and o.entity_type = 'recording_file'
+  and o.created_at < now() - %(grace)s::float8 * interval '1 second'
+  and r.upload_status is distinct from 'uploaded'
+"""
+FAILED_DELETIONS: Final = """
+select count(*) over (), outbox_id, directory, error from serversync.uploads
+where error is not null order by outbox_id limit 1
+"""
+LAST_URL: Final = """
+select url from serversync.deliveries where url is not null order by id desc limit 1
+"""
+# When the newest entry, and the newest recording, were enqueued. The primary key, backwards.
+LAST_ENQUEUED: Final = """
+select extract(epoch from (select created_at from sync_outbox order by id desc limit 1))::float8,
+       extract(epoch from (select created_at from sync_outbox where entity_type = 'recording_file'
+                           order by id desc limit 1))::float8
+"""
+LOCK_HOLDERS: Final = """
+select a.* from pg_locks l join pg_stat_activity a using (pid) where l.locktype = 'advisory';
+"""
+
+DAY: Final = 86400.0
+WALK_SEC: Final = 20.0  # for a look at all directories, or at all entries
+EARLY: Final = " (not all were looked at)"
+CONFIGURE: Final = f"sudo nano {ENV_FILE}; sudo systemctl restart serversync"
+JOURNAL: Final = "serversync status; journalctl -u serversync -n 20"
+CMDLINE: Final = "/boot/firmware/cmdline.txt"
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: str  # ok, warning, failed or skipped
+    text: str
+    hint: str = ""
+
+
+Finding = tuple[str, str, str]  # status, text, hint
+Findings = Generator[Finding, None, str]  # what is wrong; returns what is said when nothing was
+
+
+class Skip(Exception):
+    """A check that cannot be made; says why."""
+
+
+class Doctor:
+    """The checks, in the order in which they are made, and what they share."""
+
+    def __init__(
+        self, config: Config | ConfigError, environ: Mapping[str, str], origins: Mapping[str, str]
+    ) -> None:
+        self._config, self.environ, self.origins = config, environ, origins
+        self._desk: Desk | None = None
+        self._schema = False
+        self._answer = Answer()
+        self.process = Process(environ)
+        self.process.install()
+
+    def findings(self, look: Callable[[Doctor], Findings]) -> Iterator[Finding]:
+        said = False
+        try:
+            self.process.check()
+            if look is not Doctor.configuration and isinstance(self._config, ConfigError):
+                raise Skip("the configuration is not usable")
+            found = look(self)
+            while True:
+                yield next(found)
+                said = True
+        except StopIteration as end:
+            if not said:
+                yield "ok", str(end.value), ""
+        except Stopping:
+            raise
+        except (Skip, EntryTrouble) as why:
+            if not said:
+                yield "skipped", str(why), ""
+        except Exception as error:
+            hint = "sudo serversync setup" if "setup" in str(error) else JOURNAL
+            yield "failed", f"cannot be checked: {error or repr(error)}", hint
+
+    @property
+    def config(self) -> Config:
+        assert isinstance(self._config, Config)
+        return self._config
+
+    @cached_property
+    def view(self) -> dict[str, Any]:
+        return survey(self.config, self.environ)
+
+    @property
+    def desk(self) -> Desk:
+        if self._desk is None:
+            raise Skip("the database is not there")
+        return self._desk
+
+    @property
+    def ledger(self) -> Desk:
+        if self.desk and not self._schema:
+            raise Skip("the schema serversync is not there")
+        return self.desk
+
+    @property
+    def answer(self) -> Answer:
+        if self._answer.status is None:
+            raise Skip("the frontend cannot be reached")
+        return self._answer
+
+    @property
+    def store(self) -> Recordings:
+        return Recordings(self.config.recordings_dir)
+
+    @contextlib.contextmanager
+    def root(self) -> Iterator[int]:
+        """The recordings directory. Skip or EntryTrouble: it is not the one we know."""
+        known = self.ledger.run(ROOT_ID)[0][0]
+        path = self.config.recordings_dir
+        if known is None and os.path.isdir(path):
+            if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+                text = f"{path} cannot be marked: user {os.geteuid()} may not write there"
+                raise EntryTrouble(Fate.OUTAGE, "ROOT_MISSING", text)
+            raise Skip(f"{path} is not marked yet: by the agent's start")
+        with self.store.root(known or "", lambda _: None) as root:
+            yield root
+
+    # --- configuration and database -------------------------------------------------------------
+
+    def configuration(self) -> Findings:
+        if isinstance(self._config, ConfigError):
+            for problem in self._config.problems:
+                yield "failed", problem, CONFIGURE
+            return ""
+        found: dict[str, list[str]] = {}
+        for option in OPTIONS:
+            name, value = option.metadata["name"], getattr(self.config, option.name)
+            if option.name == "database_url":
+                parts = conninfo_to_dict(value)
+                value = {k: parts[k] for k in ("host", "port", "user", "dbname") if k in parts}
+            text = f"{value:.12g}" if isinstance(value, float) else str(value)
+            text = "(not shown)" if value and option.name == "token" else text or "(not set)"
+            found.setdefault(self.origins.get(name, "default"), []).append(f"{name} {text}")
+        for origin, shown in found.items():
+            yield "ok", f"from {origin}: {', '.join(shown)}", ""
+        return ""
+
+    def database(self) -> Findings:
+        try:
+            self._desk = Desk(self.config, "doctor")
+        except Unavailable as error:
+            yield "failed", str(error), "pg_lsclusters; sudo serversync setup"
+            return ""
+        info = self._desk.conn.info
+        version = info.parameter_status("server_version")
+        return f"{info.dbname} at {info.host} as {info.user}, PostgreSQL {version}"
+
+    def rights(self) -> Findings:
+        outbox, _, _, _, role, name, missing, _, encoding = self.desk.run(RIGHTS)[0]
+        if not outbox:
+            yield "failed", f"database {name} has no table sync_outbox", CONFIGURE
+            return ""
+        for what in missing:
+            yield "failed", f"no right to {what}", f"grant {what} to {role};"
+        for what, without, right in self.desk.run(MORE_RIGHTS):
+            text = f"no {'right to' if right else 'table'} {what}: {without}"
+            yield "warning", text, f"grant {what} to {role};" if right else rf"\d *.{what}"
+        if encoding not in ("UTF8", "SQL_ASCII"):
+            hint = "create database voicebot encoding 'UTF8' template template0;"
+            yield "failed", f"the encoding of {name} is {encoding}, it must be UTF8", hint
+        return f"role {role} may do all that is needed"
+
+    def schema(self) -> Findings:
+        known = self.desk.run(VERSION)[0][0] if self.desk.run(RIGHTS)[0][3] else 0
+        self._schema = known > 0
+        if known != len(MIGRATIONS):
+            text = f"version {known}, this program wants {len(MIGRATIONS)}"
+            newer = "sudo apt install --only-upgrade serversync"
+            yield "failed", text, newer if known > len(MIGRATIONS) else "sudo serversync setup"
+        return f"version {known}"
+
+    def index(self) -> Findings:
+        state = self.desk.run(INDEX_STATE)
+        if state != [(True,)]:
+            text = "is not valid: it costs and serves nobody" if state else "is not there: slower"
+            hint = f"{DROP_INDEX}; {CREATE_INDEX};"
+            yield "warning", f"sync_outbox_serversync_pending {text}", hint
+        return "sync_outbox_serversync_pending is valid"
+
+    def trigger(self) -> Findings:
+        state = self.desk.run(TRIGGER_STATE)
+        if state != [(True,)]:
+            enable = "alter table sync_outbox enable trigger serversync_wake"
+            text = f"serversync_wake is {'disabled' if state else 'not there'}: polling only"
+            yield "warning", text, f"{enable if state else CREATE_TRIGGER};"
+        return "serversync_wake is enabled"
+
+    def notify(self) -> Findings:
+        """A round trip between two sessions: a pooler between us and them would keep it."""
+        word, heard, until = uuid.uuid4().hex, list[str](), time.monotonic() + 2.0
+        self.desk.conn.add_notify_handler(lambda notify: heard.append(notify.payload))
+        self.desk.run("listen serversync_doctor")
+        with Desk(self.config, "doctor") as other:
+            other.run("select pg_notify('serversync_doctor', %(word)s::text)", word=word)
+        while word not in heard and time.monotonic() < until:
+            self.desk.run("select pg_sleep(0.02)")
+        if word not in heard:
+            text = "a NOTIFY does not arrive within 2 s (a pooler?): polling only"
+            yield "warning", text, CONFIGURE
+        if self.view["agent"]["state"] == "running" and self.view["checks"]["listening"] is False:
+            yield "warning", "the agent does not listen", JOURNAL
+        return "a NOTIFY arrives"
+
+    # --- the frontend ---------------------------------------------------------------------------
+
+    def frontend(self) -> Findings:
+        """By a question that changes nothing; posting no entries rewrites the frontend's store."""
+        url = f"{self.config.frontend_base_url}/api/number-groups"
+        self._answer = answer = Frontend(self.config, self.process).get("/api/number-groups")
+        well = isinstance(answer.said, dict) and answer.said.get("ok") is True
+        long = answer.status == 200 and not answer.complete and answer.body[:1] == b"{"
+        if not well and not long and answer.status not in (401, 403):
+            hint = f"curl -sSi {shlex.quote(url)}; timedatectl"
+            yield "failed", f"{url}: {classify(answer).reason}", hint
+        return f"{url} answered HTTP {answer.status} in {answer.duration:.2f} s"
+
+    def token(self) -> Findings:
+        through = self.view["agent"]["state"] == "running" and not self.view["outages"]
+        if self.answer.status in (401, 403) and not self.config.token and through:
+            raise Skip("the service has one of its own (a systemd credential), and gets through")
+        if self.answer.status in (401, 403):
+            text = "none is set here (a systemd credential is seen by the service alone)"
+            text = "the frontend does not accept ours" if self.config.token else text
+            yield "failed", f"HTTP {self.answer.status}: {text}", CONFIGURE
+        if self.answer.status != 200:
+            raise Skip("the frontend does not say")
+        return "accepted" if self.config.token else "none is set, and none is wanted"
+
+    def certificate(self) -> Findings:
+        url = parse_url(self.config.frontend_base_url)
+        host, port, limit = (url.host or "").strip("[]"), url.port or 443, self.config.timeout
+        if url.scheme != "https":
+            if self.config.token and not is_loopback(host):
+                text = "without TLS everybody on the way can read the token"
+                yield "warning", text, f"curl -I https://{host}/"
+            raise Skip("the frontend's URL begins with http:")
+        with (
+            self.process.deadline(limit if self.answer else 0, None),
+            socket.create_connection((host, port), limit) as plain,
+            tls_context(self.config).wrap_socket(plain, server_hostname=host) as tls,
+        ):
+            until = str((tls.getpeercert() or {})["notAfter"])
+        days = int((ssl.cert_time_to_seconds(until) - time.time()) / DAY)
+        if days < 14:
+            ask = f"openssl s_client -connect {shlex.quote(host)}:{port} </dev/null"
+            text = f"the frontend's certificate ends in {count(days, 'day')}"
+            yield "warning", text, f"{ask} | openssl x509 -noout -dates"
+        return f"good for {count(days, 'day')}"
+
+    def clock(self) -> Findings:
+        try:
+            off = time.time() - parsedate_to_datetime(self.answer.date or "").timestamp()
+        except ValueError:
+            raise Skip("the frontend's answer has no date") from None
+        text = f"{abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the frontend's"
+        severe = abs(off) > 300 and self.config.frontend_base_url.startswith("https")
+        if abs(off) > 30:
+            hint = "timedatectl; sudo systemctl restart systemd-timesyncd"
+            yield "failed" if severe else "warning", text, hint
+        return text
+
+    # --- recordings -----------------------------------------------------------------------------
+
+    def recordings(self) -> Findings:
+        path = shlex.quote(self.config.recordings_dir)
+        published, whose = self.view["checks"]["recordings"], "as the running agent sees it"
+        if published is None or self.view["agent"]["state"] != "running":
+            published = None
+            whose = f"as user {os.geteuid()} sees it here; the service may see it otherwise"
+        try:
+            with self.root() as root:
+                problems = self.store.probe(root) if published is None else published
+        except EntryTrouble as trouble:
+            look = f"findmnt -T {path}; ls -la {path}"
+            rights = setup_hint(self.config.recordings_dir)
+            yield "failed", str(trouble), rights if "may not" in str(trouble) else look
+            return ""
+        for problem in problems:
+            hint = f"findmnt -T {path}; systemctl show serversync -p ReadWritePaths"
+            if "denied" in problem or "by user" in problem:
+                sticky = f"sudo chmod -t {path}; " if "sticky" in problem else ""
+                hint = f"{sticky}{setup_hint(self.config.recordings_dir)}"
+            yield "failed", f"{problem} ({whose})", hint
+        return f"{self.config.recordings_dir} is the right one and deletable, {whose}"
+
+    def orphans(self) -> Findings:
+        number, size, names, now = 0, 0, list[str](), time.time()
+        until = time.monotonic() + WALK_SEC
+        with self.root() as root:
+            known = Sieve(name for (name,) in self.ledger.pages(KNOWN_DIRECTORIES))
+            for name, changed in calls_on_disk(root):
+                if now - changed > DAY and name not in known:
+                    with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                        size += bytes_in(os.path.join(self.config.recordings_dir, name))
+                        number += 1
+                        names += [name] if number <= 3 else []
+                if time.monotonic() > until:
+                    break
+        early = EARLY if time.monotonic() > until else ""
+        if number:
+            text = f"{count(number, 'directory', 'directories')} ({human(size)}) no entry knows of"
+            hint = f"cd {shlex.quote(self.config.recordings_dir)} && ls -la -- {shlex.join(names)}"
+            yield "warning", f"{text}, older than a day{early}: {', '.join(names)}", hint
+        return f"none is older than a day{early}"
+
+    def missing_files(self) -> Findings:
+        number, seqs, until = 0, list[int](), time.monotonic() + WALK_SEC
+        with self.root() as root:
+            for seq, path, call in self.ledger.pages(OVERDUE_FILES, grace=self.config.file_grace):
+                if self._is_gone(root, path, call):
+                    number += 1
+                    seqs += [seq] if number <= 3 else []
+                if time.monotonic() > until:
+                    break
+        early = EARLY if time.monotonic() > until else ""
+        if number:
+            text = f"{count(number, 'pending recording')} without a file on disk{early}: {seqs}"
+            yield "warning", text, f"select * from sync_outbox where id = any (array{seqs});"
+        return f"each pending recording has its file{early}"
+
+    def _is_gone(self, root: int, path: str | None, call: str | None) -> bool:
+        try:
+            where = "/".join(locate(path, call, self.config.recordings_dir))
+            os.stat(where, dir_fd=root, follow_symlinks=False)
+        except (EntryTrouble, OSError) as error:
+            return isinstance(error, FileNotFoundError)
+        return False
+
+    def deletions(self) -> Findings:
+        for number, seq, directory, error in self.ledger.run(FAILED_DELETIONS):
+            where = shlex.quote(os.path.join(self.config.recordings_dir, directory))
+            text = f"{count(number, 'uploaded recording')} cannot be deleted: {seq}: {error}"
+            yield "failed", text, f"namei -l {where}; ls -la {where}"
+        return "none fails"
+
+    def disk(self) -> Findings:
+        path, disk = self.config.recordings_dir, self.view["recordings"]
+        if not disk["disk_total"]:
+            raise Skip(f"nothing is known of the disk of {path}")
+        part = disk["disk_free"] / disk["disk_total"]
+        text = f"{human(disk['disk_free'])} ({100 * part:.0f} %) are free"
+        if part < 0.15:
+            hint = f"df -h {shlex.quote(path)}; serversync status"
+            yield "failed" if part < 0.05 else "warning", text, hint
+        return text
+
+    def arrivals(self) -> Findings:
+        """Recordings of the last hour do not count: their calls may be going on."""
+        least = time.time() - 3600
+        with self.root() as root:
+            times = (audio_time(root, name) for name, _ in calls_on_disk(root))
+            newest = max((at for at in times if at < least), default=0.0)
+        enqueued = self.desk.run(LAST_ENQUEUED)[0]
+        for what, at in zip(("entry", "recording_file"), enqueued, strict=True):
+            if newest - (at or 0.0) > 6 * 3600:
+                text = f"recordings on disk are hours newer than the newest {what} of the outbox"
+                hint = "select entity_type, max(created_at) from sync_outbox group by 1;"
+                yield "warning", f"{text}: does the backend write it?", hint
+        return "what is recorded is enqueued"
+
+    def file_urls(self) -> Findings:
+        ours = parse_url(self.config.frontend_base_url).host or ""
+        for (url,) in self.ledger.run(LAST_URL):
+            host = parse_url(url).host or ""
+            inner = is_loopback(host) or not re.search(r"[.:]", host)
+            if inner and host != ours and not is_loopback(ours):
+                text = f"the frontend says {url}: only the frontend itself can reach {host}"
+                yield "warning", text, f"curl -sSI {shlex.quote(mask(url))}  # as its users would"
+        return "the last one can be reached from outside, or there is none"
+
+    # --- the agent and its machine --------------------------------------------------------------
+
+    def agent(self) -> Findings:
+        agent = self.view["agent"]
+        if agent["state"] == "stopped":
+            yield "failed", "no agent runs", f"sudo systemctl start serversync; {JOURNAL}"
+        elif agent["state"] == "standby":
+            yield "warning", "a standby: another agent holds the lock", LOCK_HOLDERS
+        elif agent["state"] == "elsewhere":
+            yield "warning", "none is seen here, but another session holds the lock", LOCK_HOLDERS
+        return f"running since {agent['since']}: {agent['sentence']}"
+
+    def unit(self) -> Findings:
+        keys = ("UnitFileState", "ActiveState", "WatchdogUSec", "NRestarts", "Result")
+        unit = unit_properties("LoadState", *keys)
+        if not unit:
+            raise Skip("there is no systemd here")
+        if unit["LoadState"] == "not-found":
+            raise Skip("there is no serversync.service")
+        if not unit["UnitFileState"].startswith("enabled"):
+            yield "warning", "it does not start at boot", "sudo systemctl enable serversync"
+        if unit["ActiveState"] != "active":
+            text = f"{unit['ActiveState']}: {unit['Result']}"
+            yield "failed", text, f"sudo systemctl start serversync; {JOURNAL}"
+        if unit["WatchdogUSec"] in ("0", "infinity"):
+            yield "warning", "its watchdog is off", "sudo systemctl revert serversync"
+        if unit["NRestarts"] != "0":
+            yield "warning", f"systemd restarted it {unit['NRestarts']} times", JOURNAL
+        return "enabled, active, watched"
+
+    def memory_cgroup(self) -> Findings:
+        text = ""
+        for path in ("/sys/fs/cgroup/cgroup.controllers", "/proc/cgroups"):
+            with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+                text += file.read()
+        if not re.search(r"\bmemory\b(?!\s+\d+\s+\d+\s+0$)", text, re.M):
+            hint = f"sudo sed -i '1s/$/ cgroup_enable=memory/' {CMDLINE} && sudo reboot"
+            yield "warning", "the kernel has none: the unit's MemoryMax= does nothing", hint
+        return "the kernel has it"
+
+    def outage(self) -> Findings:
+        if self.view["agent"]["state"] != "running":
+            raise Skip("no running agent is seen here")
+        for outage in self.view["outages"]:
+            text = f"{outage['endpoint']}, since {outage['since']}: {outage['reason']}"
+            yield "failed", text, JOURNAL
+        return "none"
+
+    def backlog(self) -> Findings:
+        outbox = self.view["outbox"]
+        if outbox is None:
+            raise Skip("the database is not there, or not set up")
+        text = f"{outbox['pending']} pending"
+        if outbox["oldest_seconds"] > 3600:
+            text += f", the oldest for {outbox['oldest_seconds'] / 3600:.1f} h"
+            yield "warning", f"{text}: {outbox['reasons'] or 'no failures'}", "serversync status"
+        return text
+
+    def dead_letters(self) -> Findings:
+        letters = self.view["dead_letters"]
+        if letters is None:
+            raise Skip("the database is not there, or not set up")
+        number = letters["PENDING"] + letters["DEAD"]
+        if number:
+            yield "warning", f"{count(number, 'entry', 'entries')} given up", "serversync dlq list"
+        return "none"
+
+
+CHECKS: Final = (
+    Doctor.configuration, Doctor.database, Doctor.rights, Doctor.schema, Doctor.index,
+    Doctor.trigger, Doctor.notify, Doctor.frontend, Doctor.token, Doctor.certificate, Doctor.clock,
+    Doctor.recordings, Doctor.orphans, Doctor.missing_files, Doctor.deletions, Doctor.disk,
+    Doctor.arrivals, Doctor.file_urls, Doctor.agent, Doctor.unit, Doctor.memory_cgroup,
+    Doctor.outage, Doctor.backlog, Doctor.dead_letters,
+)  # fmt: skip
+
+
+def is_loopback(host: str) -> bool:
+    return bool(re.fullmatch(r"localhost|127\..*|\[?::1\]?|0\.0\.0\.0", host))
+
+
+class Sieve:
+    """Which names were added, in one megabyte however many they are (bits of a hash, after Bloom).
+    With 200,000 in it, one of 3000 others is taken for one of them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._bits = bytearray(1 << 20)
+        for name in names:
+            for at, bit in self._places(name):
+                self._bits[at] |= bit
+
+    @staticmethod
+    def _places(name: str) -> list[tuple[int, int]]:
+        number = hash(name)
+        return [(number >> n & 0xFFFFF, 1 << (number >> n + 20 & 7)) for n in (0, 20, 40)]
+
+    def __contains__(self, name: str) -> bool:
+        return all(self._bits[at] & bit for at, bit in self._places(name))
+
+
+def bytes_in(path: str) -> int:
+    """The bytes of a call's files; FileNotFoundError if it is gone."""
+    with contextlib.suppress(PermissionError):
+        return size_of(path, float("inf"), 1) or 0
+    return 0
+
+
+def audio_time(root: int, name: str) -> float:
+    """When a call's audio was written. Not the directory's time: our own deletions change that."""
+    for audio in ("mixed.wav", "mixed.mp3"):
+        with contextlib.suppress(OSError):
+            return os.stat(f"{name}/{audio}", dir_fd=root, follow_symlinks=False).st_mtime
+    return 0.0
+
+
+def doctor(
+    config: Config | ConfigError, environ: Mapping[str, str], origins: Mapping[str, str]
+) -> Iterator[Check]:
+    known = [] if isinstance(config, ConfigError) else known_secrets(config)
+    made = Doctor(config, environ, origins)
+    for look in CHECKS:
+        for status, text, hint in made.findings(look):
+            name = look.__name__.replace("_", " ")
+            # Not masked: what is pasted must stay quoted as it is.
+            hint = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", hint).strip()
+            hint = hint.encode("utf-8", "replace").decode()
+            yield Check(name, status, clean(text, known, 4096), hint)
+
+
+def print_checks(checks: Iterable[Check], as_json: bool, out: TextIO) -> int:
+    """As they come, and a verdict at the end; returns the exit code."""
+    colours = {"ok": "32", "warning": "33", "failed": "31", "skipped": "2"}
+    seen = []
+    for check in checks:
+        seen.append(check)
+        status = f"{check.status:<8}"
+        if out.isatty():
+            status = f"\033[{colours[check.status]}m{status}\033[0m"
+        hint = f"\n{'':<9}{check.hint}" if check.hint else ""
+        if not as_json:
+            print(f"{status} {check.name}: {check.text}{hint}", file=out, flush=True)
+    failed, warnings = (
+        len({check.name for check in seen if check.status == status})
+        for status in ("failed", "warning")
+    )
+    said = [f"{count(failed, 'check')} failed"] if failed else []
+    said += [count(warnings, "warning")] if warnings else []
+    verdict = ", ".join(said) or "all is well"
+    shown = {"verdict": verdict, "checks": [asdict(check) for check in seen]}
+    print(json.dumps(shown, indent=2) if as_json else verdict, file=out)
+    return EX_PERSON if failed else EX_OK
+
+
+def do_doctor(
+    read: Callable[[], Config], arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> int:
+    config: Config | ConfigError
+    become_service_user(environ)  # before: it shall see what the service sees
+    try:
+        config = read()
+    except ConfigError as error:
+        config = error
+    origins = origins_of(arguments.env_file, environ)
+    try:
+        return print_checks(doctor(config, environ, origins), arguments.json, sys.stdout)
+    except Stopping:
+        return EX_TEMPFAIL
+
+
+# ==================================================================================================
+# The admin interface
+# A process of its own: one answer a connection, four workers, a deadline on everything. Its socket
+# is systemd's: the process ends when nobody asks, and the next one finds what came meanwhile.
+# ==================================================================================================
+
+ADMIN_LISTEN: Final = "127.0.0.1:9847"
+ADMIN_IDLE: Final = 60.0
+WORKERS: Final = 4
+REQUEST_SEC, ANSWER_SEC, LINGER_SEC = 5.0, 10.0, 2.0  # for all of it, not for a byte
+LINGER_MAX: Final = 64 * 1024
+HUNG_SEC: Final = 60.0  # a worker that takes longer keeps the watchdog from being fed
+JOIN_SEC: Final = 25.0  # for the requests at hand, when it is to end
+_REQUEST_LINE: Final = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
+_FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*?)[ \t]*")
+_BARE_LF: Final = re.compile(rb"(?<!\r)\n")
+_HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?")
+_LISTEN: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9.-]+)):([0-9]{1,5})")
+# A second one could be what another reader (a proxy) goes by.
+_ONCE: Final = ("host", "content-length", "transfer-encoding", "authorization", "origin")
+_ALWAYS: Final = {
+    "Connection": "close",  # a second request on it could meet the idle exit
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+}
+
+
+@dataclass
+class Reply:
+    status: int
+    body: bytes
+    kind: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+    message: str = ""  # for the log, if the request was to change something
+
+    def wire(self, with_body: bool) -> bytes:
+        own = {"Content-Type": self.kind, "Content-Length": str(len(self.body))}
+        headers = _ALWAYS | {"Date": formatdate(usegmt=True)} | own | self.headers
+        lines = [f"HTTP/1.1 {self.status} {http.client.responses[self.status]}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode() + (self.body if with_body else b"")
+
+
+def json_reply(content: Any, status: int = 200) -> Reply:
+    text = json.dumps(content, ensure_ascii=False, default=str) + "\n"
+    return Reply(status, text.encode("utf-8", "replace"))
+
+
+class Denied(Exception):
+    """A request that gets an error for its answer."""
+
+    def __init__(self, status: int, code: str, text: str, **headers: str) -> None:
+        message = clean(text, MASKING.known, 4096)
+        self.reply = json_reply({"error": {"code": code, "message": message}}, status)
+        self.reply.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.reply.message = message
+
+
+def bad_request(text: str, status: int = 400) -> Denied:
+    return Denied(status, "SYS_BAD_REQUEST", text)
+
+
+def not_valid(text: str) -> Denied:
+    return Denied(400, "SYS_DLQ_VALIDATION_ERROR", text)
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    name: str = ""  # what stands in the path where its route has a gap
+
+    @property
+    def changes(self) -> bool:
+        return self.method not in ("GET", "HEAD")
+
+    @property
+    def topic(self) -> str:
+        topic = unquote_to_bytes(self.name).decode("utf-8", "replace")
+        if not (len(topic) <= 30 and re.fullmatch(r"[^/\ufffd]*[^./\ufffd ][^/\ufffd]*", topic)):
+            raise not_valid("a topic has 1 to 30 characters, and no slash")
+        if not topic.isprintable():
+            raise not_valid("a topic has no control characters")
+        return topic
+
+    def number(self, key: str, default: int, most: int) -> int:
+        try:
+            text = dict(parse_qsl(self.query, True, max_num_fields=20)).get(key, str(default))
+            return _whole(1, most)(text)
+        except ValueError:
+            raise not_valid(f"{key} must be a whole number from 1 to {most}") from None
+
+
+# --- a request comes in ---------------------------------------------------------------------------
+
+
+def read_head(connection: socket.socket) -> bytes:
+    """Up to the empty line. What follows is never read as a request."""
+    data, until = b"", time.monotonic() + REQUEST_SEC
+    while b"\r\n\r\n" not in data and len(data) <= HEAD_MAX:
+        if _BARE_LF.search(data):
+            raise bad_request("a line does not end in CR LF")
+        left = until - time.monotonic()
+        chunk = b""
+        with contextlib.suppress(TimeoutError):
+            connection.settimeout(max(left, 0.001))
+            chunk = connection.recv(4096) if left > 0 else b""
+        if not chunk and data:
+            raise bad_request("the head of the request did not come in time", 408)
+        if not chunk:
+            raise ConnectionResetError  # a browser that connects in advance: nobody waits
+        data += chunk
+    head, _, _ = data.partition(b"\r\n\r\n")
+    if len(head) > HEAD_MAX:
+        raise bad_request("the head of the request is too large", 431)
+    return head
+
+
+def parse_request(head: bytes) -> Request:
+    """Strict: what two readers could read in two ways is no request."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    line = _REQUEST_LINE.fullmatch(first)
+    found = [match for match in map(_FIELD.fullmatch, lines) if match]
+    if not line or len(found) < len(lines):
+        raise bad_request("this is no request of HTTP/1.1")
+    names = [match[1].lower() for match in found]
+    twice = [name for name in _ONCE if names.count(name) > 1]
+    headers = dict(zip(names, (match[2] for match in found), strict=True))
+    length = headers.get("content-length", "0")
+    both = "content-length" in headers and "transfer-encoding" in headers
+    if twice or both or not re.fullmatch(r"[0-9]{1,18}", length):
+        raise bad_request("a header came twice, or the length of the body is not clear")
+    path, _, query = line[2].partition("?")
+    return Request(line[1], path, query, headers)
+
+
+def own_address(connection: socket.socket) -> str:
+    """The address of ours that the peer came to; of a Unix socket: empty."""
+    if connection.family == socket.AF_UNIX:
+        return ""
+    address = ipaddress.ip_address(connection.getsockname()[0].partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def is_local(address: str) -> bool:
+    return not address or ipaddress.ip_address(address).is_loopback
+
+
+def peer_of(connection: socket.socket) -> str:
+    if connection.family != socket.AF_UNIX:
+        return str(connection.getpeername()[0])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return f"uid {int.from_bytes(credentials[4:8], sys.byteorder)}"
+
+
+def check_host(request: Request, address: str) -> None:
+    """Against DNS rebinding: a stranger's name that leads here is not ours."""
+    if "host" not in request.headers:
+        raise bad_request("the header Host is missing")
+    match = _HOST.fullmatch(request.headers["host"].lower())
+    mine = socket.gethostname().lower()
+    ours = {"localhost", "127.0.0.1", "::1", address, mine, f"{mine}.local"}
+    if not match or (match[1] or match[2]) not in ours:
+        raise bad_request(f"ask for localhost, {mine} or an address of this machine's", 421)
+
+
+def check_intent(request: Request) -> None:
+    """Against forms on other sites: none of them can send this header, or our Origin."""
+    if "x-requested-with" not in request.headers:
+        raise Denied(403, "SYS_FORBIDDEN", "the header X-Requested-With is missing")
+    _, _, origin = request.headers.get("origin", "").lower().partition("://")
+    if "origin" in request.headers and origin != request.headers["host"].lower():
+        raise Denied(403, "SYS_FORBIDDEN", "the request comes from another site")
+
+
+def admin_token(config: Config) -> str:
+    path = config.admin_token_file
+    try:
+        with open(path or os.devnull, encoding="ascii") as file:
+            return file.read(8192).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not text")
+        raise ConfigError([f"SYNC_ADMIN_TOKEN_FILE: cannot read {path} ({reason})"]) from None
+
+
+def check_token(request: Request, token: str) -> None:
+    """As a bearer token, or, for browsers, as the password of any user."""
+    if not token:
+        hint = "set SYNC_ADMIN_TOKEN_FILE, or ask on 127.0.0.1"
+        raise Denied(503, "SYS_CONFIG", f"no token is configured for this address: {hint}")
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    given = text.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            given = base64.b64decode(text).decode("latin-1").partition(":")[2]
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        text, realm = "the token is missing or wrong", 'Basic realm="serversync"'
+        raise Denied(401, "SYS_UNAUTHORIZED", text, WWW_Authenticate=realm)
+
+
+# --- what is answered -----------------------------------------------------------------------------
+
+Handler = Callable[[Config, Mapping[str, str], Request], Reply]
+
+
+def _page(_config: Config, _environ: Mapping[str, str], _request: Request) -> Reply:
+    """The page and its policy: its own style and script run, by their hashes, and nothing else."""
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'"]
+    rules += ["form-action 'none'", "frame-ancestors 'none'"]
+    for tag, content in re.findall(r"<(style|script)>(.*?)</\1>", PAGE, re.S):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        rules.append(f"{tag}-src 'sha256-{digest}'")
+    policy = {"Content-Security-Policy": "; ".join(rules)}
+    return Reply(200, PAGE.encode(), "text/html; charset=utf-8", policy)
+
+
+def _health(_config: Config, _environ: Mapping[str, str], _request: Request) -> Reply:
+    return json_reply({"status": "ok"})
+
+
+def _status(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
+    return json_reply(without_secrets(survey(config, environ)))
+
+
+def _ready(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
+    view = without_secrets(survey(config, environ))
+    state = view["agent"]["state"]
+    reasons = [] if state in ("running", "standby") else [f"the agent is {state}"]
+    if not view["database"]["ok"]:
+        reasons.append(f"the database: {view['database']['error']}")
+    reasons += [f"outage ({outage['endpoint']}): {outage['reason']}" for outage in view["outages"]]
+    return json_reply({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+def _metrics(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
+    text = metrics_of(config, environ)
+    return Reply(200, text.encode("utf-8", "replace"), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _letters(desk: Desk, request: Request) -> Any:
+    page, size = request.number("page", 1, 10**9), request.number("page_size", 20, 100)
+    return letters(desk, request.topic, page, size)
+
+
+def _at_desk(work: Callable[[Desk, Request], Any]) -> Handler:
+    def handler(config: Config, _environ: Mapping[str, str], request: Request) -> Reply:
+        with Desk(config, "admin") as desk:
+            content = work(desk, request)
+        return replace(json_reply(content), message=content["message"] if request.changes else "")
+
+    return handler
+
+
+# The first path that matches: messages/… comes before {topic}/….
+ROUTES: Final[dict[str, dict[str, Handler]]] = {
+    r"/": {"GET": _page},
+    r"/healthz": {"GET": _health},
+    r"/readyz": {"GET": _ready},
+    r"/metrics": {"GET": _metrics},
+    r"/api/v1/status": {"GET": _status},
+    r"/api/v1/history": {"GET": _at_desk(lambda desk, _: history(desk))},
+    r"/api/v1/dlq": {"GET": _at_desk(lambda desk, _: {"topics": topics(desk)})},
+    r"/api/v1/dlq/messages/([^/]+)": {
+        "GET": _at_desk(lambda desk, request: letter(desk, request.name)),
+        "DELETE": _at_desk(lambda desk, request: delete_letter(desk, request.name)),
+    },
+    r"/api/v1/dlq/messages/([^/]+)/retry": {
+        "POST": _at_desk(lambda desk, request: retry_letter(desk, request.name, force=False))
+    },
+    r"/api/v1/dlq/([^/]+)/retry-all": {
+        "POST": _at_desk(lambda desk, request: retry_all(desk, request.topic, force=False))
+    },
+    r"/api/v1/dlq/([^/]+)": {"GET": _at_desk(_letters)},
+}
+REFUSALS: Final = {
+    "not_found": (404, "SYS_DLQ_NOT_FOUND"),
+    "invalid": (400, "SYS_DLQ_VALIDATION_ERROR"),
+    "conflict": (409, "SYS_DLQ_CONFLICT"),
+}
+
+
+def route(request: Request) -> Handler:
+    for pattern, methods in ROUTES.items():
+        match = re.fullmatch(pattern, request.path)
+        if match is None:
+            continue
+        request.name = match[1] if match.groups() else ""
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        if handler is not None:
+            return handler
+        allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+        raise Denied(405, "SYS_METHOD_NOT_ALLOWED", f"allowed here: {allowed}", Allow=allowed)
+    raise Denied(404, "SYS_NOT_FOUND", "there is nothing at this address")
+
+
+def not_configured(request: Request, problems: Sequence[str], local: bool) -> Reply:
+    """The reasons; not for strangers: that they know the token cannot be told now."""
+    reasons = problems if local else ["ask on 127.0.0.1 for the reasons"]
+    if request.path != "/":
+        return Denied(503, "SYS_CONFIG", "; ".join(reasons)).reply
+    lines = ["serversync is not configured:", "", *(f"- {reason}" for reason in reasons), ""]
+    text = clean("\n".join(lines), MASKING.known, 65536, lines=True)
+    return Reply(503, text.encode(), "text/plain; charset=utf-8")
+
+
+class Admin:
+    """The workers, and what they share: listeners, configuration, and when to end."""
+
+    def __init__(
+        self,
+        reader: Callable[[], Config],
+        environ: Mapping[str, str],
+        listeners: Sequence[socket.socket],
+    ) -> None:
+        self.reader, self.environ, self.listeners = reader, environ, listeners
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._read: Config | ConfigError = ConfigError([])
+        self._read_at = float("-inf")
+        self._repeats = Repeats()
+        self._busy: dict[int, float] = {}  # since when a worker has had its connection
+        self._used = time.monotonic()
+        self._ending = False
+        self._stop_r, self._stop_w = os.pipe2(os.O_CLOEXEC)
+
+    def config(self) -> Config:
+        """As it is on the disk, at most a second old: once repaired, it needs no restart."""
+        with self._reading:
+            if time.monotonic() - self._read_at > 1:
+                try:
+                    self._read = self.reader()
+                    configure_logging(self._read)
+                    if self._repeats.over("config"):
+                        say(logging.INFO, "configured", "the configuration is good now")
+                except ConfigError as error:
+                    self._read = error
+                    text = f"not configured: {error}"
+                    self._repeats.say("config", text, logging.ERROR, "bad_configuration", text)
+                self._read_at = time.monotonic()
+            if isinstance(self._read, ConfigError):
+                raise ConfigError(self._read.problems)
+            return self._read
+
+    # --- the main thread ------------------------------------------------------------------------
+
+    def serve(self, process: Process, idle: float | None) -> None:
+        """Until a signal, or until nobody has asked for so long; what is at hand is finished."""
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
+        for worker in workers:
+            worker.start()
+        poller = select.poll()
+        poller.register(process.wake_fd, select.POLLIN)
+        while process.stop_at is None and (left := self._left(idle)) > 0:
+            poller.poll(1000 * min(left + 0.01, process.idle_limit))
+            process.drain_wakeups()
+            if not self._hung():
+                process.progress()
+        daemon.notify("STOPPING=1")
+        with self._lock:
+            self._ending = True
+        os.close(self._stop_w)  # wakes them all
+        until = time.monotonic() + JOIN_SEC
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+
+    def _left(self, idle: float | None) -> float:
+        """Seconds of idleness to go. At 0 nobody accepts any more: who comes a moment later waits
+        in the backlog of systemd's socket, for the next process."""
+        with self._lock:
+            if self._busy or idle is None:
+                return idle or 3600.0
+            left = self._used + idle - time.monotonic()
+            self._ending = left <= 0
+            return left
+
+    def _hung(self) -> bool:
+        with self._lock:
+            return any(time.monotonic() - since > HUNG_SEC for since in self._busy.values())
+
+    # --- the workers ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        poller = select.poll()
+        poller.register(self._stop_r, select.POLLIN)
+        for listener in self.listeners:
+            poller.register(listener, select.POLLIN)
+        while not self._ending:
+            poller.poll()
+            for listener in self.listeners:
+                if connection := self._accept(listener):
+                    with connection, contextlib.suppress(OSError):
+                        self._converse(connection)
+                    with self._lock:
+                        self._used = time.monotonic()
+                        del self._busy[threading.get_ident()]
+
+    def _accept(self, listener: socket.socket) -> socket.socket | None:
+        with self._lock, contextlib.suppress(OSError):  # another one was faster; the peer is gone
+            if not self._ending:
+                connection, _ = listener.accept()
+                self._busy[threading.get_ident()] = time.monotonic()
+                return connection
+        return None
+
+    def _converse(self, connection: socket.socket) -> None:
+        """One request, one answer. Who is slow keeps one worker, for seconds, from the others."""
+        request, peer = None, peer_of(connection)
+        try:
+            request = parse_request(read_head(connection))
+            reply = self._reply(request, own_address(connection))
+        except Denied as denied:
+            reply = denied.reply
+        if request and request.changes:
+            what = f"{request.method} {request.path[:200]}: {reply.status} {reply.message}"
+            say(logging.INFO, "admin", f"{peer}: {what}", HTTP_STATUS=reply.status)
+        connection.settimeout(ANSWER_SEC)  # a sendall's: for all of it
+        connection.sendall(reply.wire(with_body=not request or request.method != "HEAD"))
+        if not request or {"content-length", "transfer-encoding"} & request.headers.keys():
+            linger(connection)
+
+    def _reply(self, request: Request, address: str) -> Reply:
+        check_host(request, address)
+        try:
+            config = self.config()
+            if not is_local(address):
+                check_token(request, admin_token(config))
+            handler = route(request)
+            if request.changes:
+                check_intent(request)
+            return handler(config, self.environ, request)
+        except Denied:
+            raise
+        except ConfigError as error:
+            return not_configured(request, error.problems, is_local(address))
+        except Refused as refused:
+            raise Denied(*REFUSALS[refused.kind], str(refused)) from None
+        except (Unavailable, psycopg.OperationalError) as error:
+            raise Denied(503, "SYS_UNAVAILABLE", str(error)) from None
+        except Exception:
+            say(logging.ERROR, "admin_failed", f"cannot answer {request.path[:200]}", exc_info=True)
+            text = "this failed, and should not have: see the journal"
+            raise Denied(500, "SYS_DLQ_INTERNAL_ERROR", text) from None
+
+
+def linger(connection: socket.socket) -> None:
+    """Takes in what else was sent: a reset, for bytes left unread, would overtake our answer."""
+    connection.shutdown(socket.SHUT_WR)
+    size, until = 0, time.monotonic() + LINGER_SEC
+    while size < LINGER_MAX and (left := until - time.monotonic()) > 0:
+        connection.settimeout(left)
+        chunk = connection.recv(4096)
+        if not chunk:
+            return
+        size += len(chunk)
+
+
+# --- where it listens -----------------------------------------------------------------------------
+
+
+def bind_unix(path: str) -> socket.socket:
+    """For its owner and group. The socket that a killed process left is replaced."""
+    listener = socket.socket(socket.AF_UNIX)
+    if os.path.exists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(path) == errno.ECONNREFUSED:
+                os.unlink(path)
+    before = os.umask(0o117)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(1024)
+    return listener
+
+
+def bind_tcp(listen: str, reader: Callable[[], Config]) -> socket.socket:
+    match = _LISTEN.fullmatch(listen)
+    if not match or int(match[3]) > 65535:
+        raise ConfigError([f"--listen {listen}: must be ADDRESS:PORT, [ADDRESS]:PORT or a path"])
+    found = socket.getaddrinfo(match[1] or match[2], int(match[3]), type=socket.SOCK_STREAM)
+    family, address = found[0][0], found[0][4]
+    token = "?"
+    if not is_local(str(address[0]).partition("%")[0]):
+        with contextlib.suppress(ConfigError):  # nothing is shown until it is repaired
+            token = admin_token(reader())
+    if not token:
+        raise ConfigError([f"--listen {listen}: for others than this machine, and no token is "
+                           "configured: set SYNC_ADMIN_TOKEN_FILE"])  # fmt: skip
+    return socket.create_server(address, family=family, backlog=1024)
+
+
+def place_of(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return str(listener.getsockname())
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def admin(
+    config_reader: Callable[[], Config],
+    listen: str | None,
+    environ: Mapping[str, str],
+    idle: float = ADMIN_IDLE,
+) -> int:
+    """Answers until SIGTERM; on systemd's socket only until nobody has asked for a minute."""
+    process = Process(environ)
+    process.install()
+    where = listen or ADMIN_LISTEN
+    listeners = [socket.socket(fileno=fd) for fd in daemon.listen_fds()]
+    activated = bool(listeners)
+    if not activated:
+        try:
+            listeners = [bind_unix(where) if "/" in where else bind_tcp(where, config_reader)]
+        except OSError as error:
+            raise ConfigError([f"--listen {where}: {error.strerror or error}"]) from None
+    for listener in listeners:
+        listener.setblocking(False)
+    become_service_user(environ)
+    log.setLevel(logging.INFO)  # until a configuration says otherwise
+    interface = Admin(config_reader, environ, listeners)
+    with contextlib.suppress(ConfigError):  # it is answered, and said
+        interface.config()
+    names = " and ".join(map(place_of, listeners))
+    say(logging.INFO, "started", f"the admin interface listens on {names}")
+    daemon.notify("READY=1\nSTATUS=answering")
+    interface.serve(process, idle if activated else None)
+    if not activated and "/" in where:
+        with contextlib.suppress(OSError):
+            os.unlink(where)
+    return EX_OK
+
+
+# ==================================================================================================
+# The status page
+# One document, served as it stands; its style and its script are allowed by their hashes.
+# ==================================================================================================
+
+PAGE: Final = r"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>serversync</title>
+<link rel="icon" href="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'
+  viewBox='0 0 16 16'><path fill='%231c5fc4' d='M8 1l6 6h-4v8H6V7H2z'/></svg>">
+<style>
+:root {
+  color-scheme: light dark;
+  --ground: #f4f6f8; --card: #fff; --edge: #d9dfe6; --track: #e4e9ef; --text: #18212b;
+  --soft: #55616e; --accent: #1c5fc4; --on: #fff; --blue: #e7effc; --good: #146c3c;
+  --warn: #8a4b00; --bad: #b3261e; --good-bg: #e5f5eb; --warn-bg: #fdf1de; --bad-bg: #fdeae8;
+}
+@media (prefers-color-scheme: dark) { :root {
+  --ground: #0e1318; --card: #171e26; --edge: #2c3742; --track: #2a3540; --text: #e8edf2;
+  --soft: #a3b0bd; --accent: #82b4ff; --on: #0b1624; --blue: #17293f; --good: #6fd69b;
+  --warn: #f3bb66; --bad: #ff9b92; --good-bg: #14301f; --warn-bg: #35270f; --bad-bg: #3d1a17;
+} }
+* { box-sizing: border-box; margin: 0; padding: 0; overflow-wrap: anywhere; unicode-bidi: isolate; }
+[hidden], .stack:empty, nav:empty { display: none !important; }
+html { scroll-padding-block: 1rem 7rem; }
+body { background: var(--ground); color: var(--text);
+  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
+h1 { font-size: 1.15rem; } h2 { font-size: 1.05rem; } h3 { font-size: 1rem; }
+.wrap { max-width: 72rem; margin-inline: auto; padding-inline: 1.25rem; }
+.row { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; }
+.grow { flex: 1 1 14rem; min-width: 0; }
+.soft { color: var(--soft); font-size: .875rem; }
+header { background: var(--card); border-bottom: 1px solid var(--edge); padding-block: .75rem; }
+main, .stack { display: flex; flex-direction: column; gap: 1.25rem; }
+main { padding-block: 1.5rem; }
+footer { padding-bottom: 2rem; }
+.card { background: var(--card); border: 1px solid var(--edge); border-radius: .75rem;
+  padding: 1.25rem; }
+.old .card, .old.card { filter: grayscale(1); border-style: dashed; }
+.hero { display: flex; gap: 1.1rem; }
+.hero h2 { font-size: 1.5rem; line-height: 1.3; letter-spacing: -.015em; }
+.hero div p:first-of-type { font-size: 1.05rem; }
+.sign { flex: none; width: 2.75rem; height: 2.75rem; border-radius: 50%; display: grid;
+  place-items: center; font: 700 1.3rem/1 sans-serif; }
+.good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
+.sign.good, .chip.good { background: var(--good-bg); }
+.sign.warn, .chip.warn, .notice.warn { background: var(--warn-bg); }
+.sign.bad, .chip.bad, .notice.bad { background: var(--bad-bg); }
+.chip { font-size: .75rem; font-weight: 700; padding: .1rem .6rem; border-radius: 1rem; }
+.chip.blue, [aria-pressed=true] { background: var(--blue) !important; color: var(--accent); }
+.notice { border: 1px solid; border-left-width: .35rem; border-radius: .6rem; padding: .8rem 1rem; }
+.notice p { color: var(--text); }
+.tiles { display: grid; gap: 1.25rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 15rem), 1fr)); }
+.tiles h3 { font-size: .95rem; color: var(--soft); }
+.big { font-size: 2.1rem; font-weight: 650; line-height: 1.25; }
+dl { margin-top: .75rem; border-top: 1px solid var(--edge); padding-top: .6rem; font-size: .9rem; }
+dl div { display: flex; justify-content: space-between; gap: 1rem; padding-block: .1rem; }
+dt { color: var(--soft); } dd { white-space: nowrap; font-variant-numeric: tabular-nums; }
+dd.warn, dd.bad { font-weight: 700; }
+progress, meter { appearance: none; display: block; width: 100%; height: .6rem; margin-top: .6rem;
+  border: 0; border-radius: 1rem; overflow: hidden; background: var(--track); }
+::-webkit-progress-bar, ::-webkit-meter-bar { background: var(--track); border: 0; height: .6rem; }
+::-webkit-progress-value { background: var(--accent); transition: inline-size .4s; }
+::-webkit-meter-optimum-value { background: var(--accent); }
+::-webkit-meter-suboptimum-value { background: var(--bad); }
+::-moz-progress-bar, ::-moz-meter-bar { background: var(--accent); }
+:-moz-meter-sub-optimum::-moz-meter-bar { background: var(--bad); }
+svg { display: block; width: 100%; margin-top: .75rem; }
+svg text { font-size: 12px; fill: var(--soft); }
+svg .name { font-weight: 600; fill: var(--text); }
+.grid { stroke: var(--edge); } .bars { fill: var(--accent); } .hit { fill: #0000; }
+.hit:hover { fill: var(--text); fill-opacity: .08; }
+.line { fill: none; stroke: var(--warn); stroke-width: 2; stroke-linejoin: round; }
+.area { fill: var(--warn); fill-opacity: .13; }
+button { font: inherit; font-size: .9rem; font-weight: 550; min-height: 2.25rem; cursor: pointer;
+  padding: .3rem .9rem; color: var(--text); background: var(--card); border-radius: .5rem;
+  border: 1px solid var(--soft); }
+button:hover { background: var(--track); }
+button.main { background: var(--accent); border-color: var(--accent); color: var(--on); }
+button.risk { color: var(--bad); border-color: currentColor; }
+[aria-disabled=true] { color: var(--soft); border-style: dashed; cursor: default; }
+[data-all] { margin-left: auto; }
+:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
+summary { cursor: pointer; width: fit-content; padding-block: .3rem; color: var(--accent);
+  font-size: .9rem; align-content: center; }
+pre { padding: .9rem; background: var(--ground); border: 1px solid var(--edge); overflow: auto;
+  max-height: 24rem; border-radius: .5rem; white-space: pre-wrap; font-size: .8rem; }
+.scroll { overflow: auto; max-height: 24rem; }
+table { border-collapse: collapse; width: 100%; font-size: .85rem; }
+th, td { text-align: right; padding: .25rem .4rem; border-bottom: 1px solid var(--edge);
+  white-space: nowrap; }
+th:first-child { text-align: left; }
+#list > li { list-style: none; border-top: 1px solid var(--edge); padding-block: 1rem;
+  align-items: flex-start; }
+.said { position: sticky; bottom: .75rem; background: var(--card); border: 1px solid;
+  font-weight: 600; border-radius: .6rem; padding: .6rem 1rem; box-shadow: 0 .4rem 1.2rem #0003; }
+.said:empty { margin-top: -1.25rem; padding: 0; border: 0; box-shadow: none; }
+dialog { width: min(32rem, 100vw - 2rem); margin: auto; padding: 1.5rem; border-radius: .9rem;
+  border: 1px solid var(--edge); background: var(--card); color: var(--text); }
+dialog::backdrop { background: #000a; }
+dialog p { margin-block: .6rem 1.25rem; }
+@media (max-width: 40rem) { .wrap { padding-inline: .8rem; } .card { padding: 1rem; } }
+@media (pointer: coarse), (max-width: 40rem) { button, summary { min-height: 2.75rem; } }
+@media (prefers-reduced-motion: reduce) { * { transition: none !important; } }
+</style>
+<header><div class="wrap row">
+  <div class="grow"><h1>serversync</h1><p class="soft" id="who"></p></div>
+  <p class="soft" id="fresh">Loading …</p><button type="button" id="refresh">Refresh</button>
+</div></header>
+<main class="wrap" id="main">
+  <noscript><p class="notice warn">This page needs JavaScript. In a terminal: serversync status
+  </noscript>
+  <div id="lost" role="alert" class="stack"></div>
+  <section class="card hero" id="hero" aria-labelledby="state" hidden></section>
+  <div class="stack" id="notices"></div>
+  <section class="card" id="progress" aria-label="Under way" hidden></section>
+  <section class="tiles" id="tiles" aria-label="Figures"></section>
+  <section class="card" id="day" aria-labelledby="day-title" hidden>
+    <h2 id="day-title">Last 24 hours</h2>
+    <div id="plot"></div>
+    <details><summary>The same as a table</summary>
+    <div class="scroll" tabindex="0" role="region" aria-labelledby="day-title"><table>
+      <thead><tr><th scope="col">From<th scope="col">Entries<th scope="col">Recordings
+        <th scope="col">Size<th scope="col">Backlog
+      <tbody id="hours"></table></div></details>
+  </section>
+  <section class="card stack" id="dead" aria-labelledby="dead-title" hidden>
+    <div><h2 id="dead-title" tabindex="-1">Dead letters</h2><p class="soft" id="dead-note"></div>
+    <nav class="row" id="topics" aria-label="Topics"></nav>
+    <ul id="list"></ul>
+    <nav class="row" id="pages" aria-label="Pages"></nav>
+    <p class="said" id="said" role="status" aria-live="polite"></p>
+  </section>
+</main>
+<footer class="wrap soft">Refreshed every 10 s while this page is visible.</footer>
+<dialog id="sure" aria-labelledby="sure-title" aria-describedby="sure-text">
+  <h2 id="sure-title"></h2><p id="sure-text"></p>
+  <div class="row"><button type="button" id="no">Cancel</button>
+  <button type="button" id="yes" class="risk">Delete for good</button></div>
+</dialog>
+<script>
+"use strict";
+const EVERY = 10, SIZE = 10, $ = (id) => document.getElementById(id);
+let latest = null, past = [], pastAt = 0, topic = null, page = 1;
+let timer = 0, busy = false, again = false, working = false, hurry = 0;
+
+// --- text and elements ---------------------------------------------------------------------------
+// Whatever comes from outside becomes text; characters that could hide or turn it are shown.
+const plain = (text) => String(text).replace(/(?![\n\t])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu,
+  (c) => "\\u" + c.codePointAt(0).toString(16).padStart(4, "0"));
+
+function build(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes))
+    if (value != null && value !== false) node.setAttribute(name, value);
+  node.append(...children.flat().filter((c) => c != null && c !== false && c !== "")
+    .map((c) => c instanceof Node ? c : plain(c)));
+  return node;
+}
+const el = (tag, attributes, ...children) =>
+  build(document.createElement(tag), attributes, children);
+const draw = (tag, attributes, ...children) =>
+  build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const p = (look, ...text) => el("p", {class: look}, text.filter(Boolean).join(" · "));
+const button = (key, label, more) =>
+  el("button", {type: "button", "data-key": key, ...more}, label);
+const keyed = (host, key) => [...host.querySelectorAll("[data-key]")].find((n) =>
+  n.dataset.key === key);
+
+function put(host, ...children) {  // only what has changed: a selection and the focus stay
+  const fresh = build(host.cloneNode(false), {}, children);
+  if (fresh.isEqualNode(host)) return;
+  const key = host.contains(document.activeElement) && document.activeElement.dataset.key;
+  host.replaceChildren(...fresh.childNodes);
+  if (key) keyed(host, key)?.focus();
+}
+
+const number = (n) => n == null ? "–" : Math.round(n).toLocaleString("en");
+const many = (n, one, more = one + "s") => `${number(n)} ${n === 1 ? one : more}`;
+function bytes(n) {
+  if (n == null || n < 1000) return n == null ? "–" : `${Math.round(n)} bytes`;
+  const power = Math.min(4, Math.floor(Math.log10(n) / 3));
+  return `${(n / 1000 ** power).toFixed(1)} ${["", "kB", "MB", "GB", "TB"][power]}`;
+}
+function span(s) {
+  s = Math.max(0, Math.round(s));
+  if (s < 120) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min`;
+  if (s < 172800) return `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
+  return `${Math.floor(s / 86400)} days`;
+}
+const between = (from, to) => (Date.parse(to) - Date.parse(from)) / 1000;
+const ago = (iso) => iso ? `${span(between(iso, latest.at))} ago` : "never";  // the server's clock
+const clock = (at) => new Date(at).toLocaleTimeString("en-GB");
+const minute = (at) => clock(at).slice(0, 5);
+const moment = (at) => new Date(at).toLocaleDateString("en-GB", {day: "numeric", month: "short"})
+  + `, ${clock(at)}`;
+
+async function ask(path, method = "GET") {
+  const headers = method === "GET" ? {} : {"X-Requested-With": "serversync"};
+  const signal = AbortSignal.timeout(30000);
+  const answer = await fetch("api/v1/" + path, {method, headers, signal, cache: "no-store"})
+    .catch(() => { throw new Error("The server does not answer."); });
+  const said = await answer.json().catch(() => null);
+  if (said && answer.ok) return said;
+  const words = said?.error?.message ?? `The server answered with HTTP ${answer.status}.`;
+  throw Object.assign(new Error(words), {conflict: answer.status === 409});
+}
+
+// --- the state -----------------------------------------------------------------------------------
+const STATES = {
+  running: ["good", "✓", "Running"], standby: ["warn", "=", "Standby"],
+  stopped: ["bad", "■", "Stopped"], elsewhere: ["warn", "?", "Not seen here"],
+  outage: ["warn", "!", "Running, in an outage"],
+};
+const HINTS = {
+  standby: "Another agent holds the lock; this one takes over when that one ends.",
+  elsewhere: "No agent is seen on this machine, but another session holds the lock.",
+  stopped: "No agent runs: nothing is sent. Start it with: systemctl start serversync",
+};
+
+function showState({agent, outages, device, version, frontend}) {
+  const state = agent.state === "running" && outages?.length ? "outage" : agent.state;
+  const [kind, sign, word] = STATES[state] ?? ["warn", "?", state];
+  const since = agent.since && `since ${moment(agent.since)} (${ago(agent.since)})`;
+  put($("who"), [device, version, `to ${frontend}`].filter(Boolean).join(" · "));
+  put($("hero"), el("span", {class: `sign ${kind}`, "aria-hidden": "true"}, sign),
+    el("div", {class: "grow"}, el("h2", {id: "state"}, word),
+      p("", HINTS[agent.state] ?? agent.sentence),
+      p("soft", since, agent.pid && `process ${agent.pid}`)));
+  document.title = `${word} · ${device} · serversync`;
+}
+
+const notice = (kind, title, ...lines) =>
+  el("div", {class: `notice ${kind}`}, el("h2", {}, title), lines.map((line) => p("", line)));
+
+function showNotices({database, outages, checks, at}) {
+  const boxes = outages.map((o) => notice("warn",
+    `Outage: ${o.endpoint === "files" ? "recordings" : "entries"} do not get through`,
+    `${o.reason} (${o.code})`, `Since ${moment(o.since)} (${span(between(o.since, at))}). Next try `
+    + `in ${span(between(at, o.next_try_at))}. Nothing is lost: everything waits.`));
+  if (!database.ok) boxes.unshift(notice("bad", "The database is not there", database.error,
+    "The outbox, the deliveries and the dead letters cannot be shown until it is back."));
+  for (const words of checks?.recordings ?? []) boxes.push(notice("warn", "Recordings", words));
+  if (checks?.listening === false) boxes.push(notice("warn", "New entries are noticed late",
+    "The database does not tell the agent of them; it looks only from time to time."));
+  put($("notices"), boxes);
+}
+
+function showProgress(under) {
+  $("progress").hidden = !under;
+  if (!under) return;
+  const upload = under.kind === "upload", show = upload ? bytes : number;
+  const [done, all] = upload ? [under.bytes, under.size] : [under.entries, under.total];
+  const title = upload ? `Uploading a recording (entry ${under.seq})` : "Sending entries";
+  put($("progress"), el("div", {class: "row"}, el("h2", {class: "grow"}, title),
+    p("soft", `${show(done)} of ${show(all)}`, `${show(under.rate)}/s`,
+      under.left_seconds != null && `about ${span(under.left_seconds)} left`)),
+    el("progress", {max: Math.max(1, all), value: done, "aria-label": title}));
+}
+
+function tile(name, big, under, lines, ...more) {
+  const row = ([title, value, kind]) =>
+    el("div", {}, el("dt", {}, title), el("dd", {class: kind}, value));
+  return el("section", {class: "card", "aria-label": name}, el("h3", {}, name),
+    p("big", number(big)), p("soft", under), lines && el("dl", {}, lines.map(row)), more);
+}
+
+function showTiles({outbox, deliveries: sent, recordings: r, dead_letters: dead}) {
+  const counts = (all) => Object.entries(all ?? {}).map(([name, n]) => [name, number(n)]);
+  const flag = (n, kind) => [number(n), n > 0 && kind];
+  const used = r.disk_total ? 1 - r.disk_free / r.disk_total : null;
+  put($("tiles"),
+    tile("Outbox", outbox?.pending, outbox?.pending === 1 ? "entry pending" : "entries pending",
+      outbox && [["Oldest", outbox.oldest_at ? span(outbox.oldest_seconds) : "–"],
+        ...counts(outbox.by_type), ["Waiting for a retry", ...flag(outbox.waiting, "warn")],
+        ...counts(outbox.reasons)]),
+    tile("Delivered", sent?.hour.entries, "entries in the last hour",
+      sent && [["Last success", ago(sent.last_success_at)],
+        ["Recordings", number(sent.hour.files)], ["Size", bytes(sent.hour.bytes)],
+        ["Entries in a day", number(sent.day.entries)],
+        ["Recordings in a day", number(sent.day.files)], ["Size in a day", bytes(sent.day.bytes)]]),
+    tile("Recordings", r.waiting, "waiting for their upload",
+      [["Their size", bytes(r.waiting_bytes)], ["All on the disk", bytes(r.bytes)],
+        ["To be deleted", number(r.deletions_waiting)],
+        ["Deletions that fail", ...flag(r.deletions_failed, "bad")],
+        ["Disk free", bytes(r.disk_free), used > .9 && "bad"]],
+      used != null && el("meter", {max: 1, value: used, high: .9, "aria-label": "Disk used",
+        low: .89, optimum: 0})),
+    tile("Dead letters", dead && dead.PENDING + dead.DEAD, "need a person",
+      dead && [["Pending", ...flag(dead.PENDING, "warn")],
+        ["In the queue again", number(dead.RETRYING)],
+        ["Delivered after all", number(dead.RESOLVED)], ["Given up", ...flag(dead.DEAD, "bad")]]));
+}
+
+// --- the last 24 hours ---------------------------------------------------------------------------
+function together(quarters, size) {
+  return Array.from({length: Math.ceil(quarters.length / size)}, (_, i) => {
+    const part = quarters.slice(i * size, i * size + size);
+    const sum = (name) => part.reduce((all, q) => all + (q[name] ?? 0), 0);
+    return {at: part[0].at, entries: sum("entries"), files: sum("files"), bytes: sum("bytes"),
+      backlog: part.at(-1).backlog ?? 0};
+  });
+}
+
+function showPlot() {
+  const width = $("plot").clientWidth, wide = width > 600, steps = together(past, wide ? 1 : 4);
+  if (!width || !steps.length) return;
+  const out = [], left = 44, each = (width - left - 4) / steps.length, x = (i) => left + each * i;
+  const hour = (i) => new Date(steps[i].at).getHours();
+  function panel(name, field, top, height) {  // its name and its lines with numbers; its scale
+    const most = Math.max(1, ...steps.map((s) => s[field]));
+    const ten = 10 ** Math.floor(Math.log10(most));
+    const end = [1, 2, 5, 10].map((f) => f * ten).find((n) => n >= most);
+    const y = (n) => top + height - height * n / end;
+    out.push(draw("text", {class: "name", y: top - 12}, name));
+    for (const n of end % 2 ? [0, end] : [0, end / 2, end])
+      out.push(draw("path", {class: "grid", d: `M${left} ${y(n)}H${width - 4}`}),
+        draw("text", {x: left - 8, y: y(n) + 4, "text-anchor": "end"},
+          n < 10000 ? number(n) : n.toLocaleString("en", {notation: "compact"})));
+    return y;
+  }
+  const bar = panel(`Delivered entries per ${wide ? "15 min" : "hour"}`, "entries", 28, 110);
+  const level = panel("Backlog (entries pending)", "backlog", 186, 64);
+  const line = "M" + steps.map((s, i) => `${x(i + .5)} ${level(s.backlog)}`).join("L");
+  out.push(draw("path", {class: "area", d: `${line}V250H${x(.5)}Z`}),
+    draw("path", {class: "line", d: line}));
+  steps.forEach((s, i) => {
+    if (s.entries) out.push(draw("rect", {class: "bars", x: x(i) + .5, y: bar(s.entries),
+      width: Math.max(1, each - 2), height: 138 - bar(s.entries), rx: 1.5}));
+    if (i && hour(i) !== hour(i - 1) && hour(i) % (wide ? 3 : 6) === 0)
+      out.push(draw("text", {x: x(i), y: 270, "text-anchor": "middle"}, `${hour(i)}:00`));
+    out.push(draw("rect", {class: "hit", x: x(i), y: 20, width: each, height: 232},
+      draw("title", {}, `From ${minute(s.at)}: ${number(s.entries)} delivered, `
+        + `${many(s.files, "recording")}, ${number(s.backlog)} pending`)));
+  });
+  const total = steps.reduce((all, s) => all + s.entries, 0);
+  if (!total) out.push(draw("text", {x: width / 2, y: 88, "text-anchor": "middle"},
+    "Nothing was delivered."));
+  put($("plot"), draw("svg", {viewBox: `0 0 ${width} 276`, role: "img", "aria-label":
+    `${many(total, "entry", "entries")} delivered in the last 24 hours, `
+    + `${number(steps.at(-1).backlog)} pending now`}, out));
+}
+
+async function showPast() {
+  if (Date.now() - pastAt < 60000) return;
+  past = await ask("history");
+  pastAt = Date.now();
+  $("day").hidden = false;
+  showPlot();
+  put($("hours"), together(past, 4).map((h) => el("tr", {}, el("th", {scope: "row"}, minute(h.at)),
+    [number(h.entries), number(h.files), bytes(h.bytes), number(h.backlog)]
+      .map((text) => el("td", {}, text)))));
+}
+
+// --- dead letters --------------------------------------------------------------------------------
+const STATUS = {
+  PENDING: ["warn", "waits for a person"], RETRYING: ["blue", "in the queue again"],
+  RESOLVED: ["good", "delivered after all"], DEAD: ["bad", "given up after its retries"],
+};
+
+function card(m, before) {
+  const [kind, words] = STATUS[m.status] ?? ["blue", ""], name = `entry ${m.outbox_id}`;
+  const act = (what, label, look) => button(`${what} ${m.id}`, label,
+    {class: look, "data-do": what, "aria-label": `${label} ${name}`});
+  return el("li", {class: "row", "data-id": m.id, "data-sum": JSON.stringify(m),
+    "data-name": name, "data-status": m.status},
+    el("div", {class: "grow"},
+      el("div", {class: "row"}, el("h3", {}, `Entry ${m.outbox_id} · ${m.error_code}`),
+        el("span", {class: `chip ${kind}`}, m.status), el("span", {class: "soft"}, words)),
+      p("", m.error_message),
+      p("soft", moment(m.created_at), m.http_status && `HTTP ${m.http_status}`,
+        many(m.attempts, "attempt"), `retried ${m.retry_count} of ${m.max_retries}`,
+        `entity ${m.entity_id}`),
+      m.status === "DEAD" && p("soft", `To send it: serversync dlq retry --force ${m.id}`),
+      before?.querySelector("details") ?? el("details", {}, el("summary",
+        {"data-key": `payload ${m.id}`, "aria-label": `Payload of ${name}`}, "Payload"))),
+    m.status === "PENDING" && act("retry", "Retry", "main"),
+    m.status !== "RETRYING" && act("delete", "Delete", "risk"));
+}
+
+function showLetters(messages) {
+  const list = $("list"), old = [...list.children], held = document.activeElement;
+  const cards = messages.map((m) => {
+    const before = old.find((li) => li.dataset.id === m.id);
+    if (before?.dataset.sum === JSON.stringify(m)) return before;
+    const was = before && JSON.parse(before.dataset.sum);
+    if (was && was.status !== m.status && m.status === "RESOLVED")
+      say("good", `Entry ${m.outbox_id} is RESOLVED: it was delivered.`);
+    if (m.retry_count > was?.retry_count)
+      say("bad", `Entry ${m.outbox_id} is ${m.status}: it failed again.`);
+    return card(m, before);
+  });
+  if (cards.length === old.length && cards.every((li, i) => li === old[i])) return;
+  const at = old.findIndex((li) => li.contains(held)), key = held?.dataset.key;
+  list.replaceChildren(...cards);
+  if (at < 0) return;
+  const same = cards.find((li) => li.dataset.id === old[at].dataset.id);
+  const near = same ?? cards[Math.min(at, cards.length - 1)];
+  (keyed(list, key) ?? near?.querySelector("[data-key]") ?? $("dead-title")).focus();
+}
+
+function showTopics(topics) {
+  put($("dead-note"), topics.length ? "Entries that were given up; kept until a person decides."
+    : "There are none. What the frontend refuses for good is kept here.");
+  put($("topics"), topics.map((t) => button(`topic ${t.topic}`, `${t.topic} (${number(t.total)})`,
+    {"data-topic": t.topic, "aria-pressed": t.topic === topic ? "true" : "false"})),
+    topic != null && button("all", `Retry all of ${topic}`, {"data-all": ""}));
+}
+
+async function showDead() {
+  const {topics} = await ask("dlq");
+  $("dead").hidden = false;
+  if (!topics.some((t) => t.topic === topic)) [topic, page] = [topics[0]?.topic, 1];
+  showTopics(topics);
+  const asked = topic, of = page, path = `dlq/${encodeURIComponent(asked)}`;
+  const found = asked == null ? {messages: [], pagination: {total_count: 0}}
+    : await ask(`${path}?page=${of}&page_size=${SIZE}`);
+  if (asked !== topic || of !== page) return;
+  const count = found.pagination.total_count, pages = Math.max(1, Math.ceil(count / SIZE));
+  if (page > pages) [page, again] = [pages, true];
+  showLetters(found.messages);
+  const go = (to, label) => button(label, label,
+    {"data-page": to, "aria-disabled": to < 1 || to > pages ? "true" : "false"});
+  put($("pages"), pages > 1 && [go(page - 1, "Newer"), go(page + 1, "Older"),
+    el("span", {class: "soft"}, `Page ${page} of ${number(pages)}, ${many(count, "letter")}`)]);
+}
+
+// --- asking and doing ----------------------------------------------------------------------------
+async function refresh() {
+  clearTimeout(timer);
+  if (document.hidden) return;  // a request would keep the admin process running
+  if (busy) return void (again = true);
+  busy = true;
+  again = false;
+  const lost = new Set();
+  try {
+    latest = await ask("status");
+    showState(latest);
+    showNotices(latest);
+    showProgress(latest.progress);
+    showTiles(latest);
+    $("hero").hidden = false;
+    put($("fresh"), `Updated ${clock(Date.now())}`);
+    if (latest.database.ok) await Promise.all([showPast(), showDead()]);
+  } catch (error) {
+    lost.add(error.message).add(`Asked again every ${EVERY} s. `
+      + (latest ? "What you see below may be old." : ""));
+  }
+  put($("lost"), lost.size > 0 && notice("bad", "No news from serversync", ...lost));
+  $("main").classList.toggle("old", lost.size > 0);
+  for (const id of ["day", "dead"]) $(id).classList.toggle("old", !latest?.database.ok);
+  busy = false;
+  if (again) return refresh();
+  timer = setTimeout(refresh, hurry-- > 0 ? 1000 : EVERY * 1000);
+}
+
+function say(kind, text) {
+  $("said").className = `said ${kind}`;
+  put($("said"), text);
+}
+
+async function act(method, path) {
+  if (working) return;
+  working = true;
+  say("", "Working …");
+  try {
+    say("good", (await ask(path, method)).message);
+    hurry = 10;  // the agent is at work: look more often for a while
+  } catch (error) {
+    say("bad", `${error.conflict ? "Not done" : "That did not work"}: ${error.message}`);
+  }
+  working = false;
+  refresh();
+}
+
+function askFirst({id, name, status}) {
+  put($("sure-title"), `Delete the letter of ${name}?`);
+  put($("sure-text"), status === "RESOLVED" ? "It was delivered: only this record of it is lost."
+    : `Its payload is lost: ${name} (${topic}) was not delivered, and the frontend will never get `
+      + `it.${topic === "recording_file" ? " Its recording stays on the disk." : ""} `
+      + "This cannot be undone.");
+  $("yes").onclick = () => { $("sure").close(); act("DELETE", `dlq/messages/${id}`); };
+  $("sure").showModal();
+  $("no").focus();
+}
+
+async function showPayload({target: details}) {
+  if (!details.open) return;
+  const id = details.closest("li").dataset.id;
+  const words = await ask(`dlq/messages/${id}`).then(({payload, payload_bytes: size}) =>
+    payload == null && size ? `${bytes(size)} are too many to be shown here.`
+      : JSON.stringify(payload, null, 2), (error) => error.message);
+  details.querySelector("pre")?.remove();
+  details.append(el("pre", {tabindex: 0, role: "region", "aria-label": "Payload"}, words));
+}
+
+$("refresh").onclick = () => { pastAt = 0; refresh(); };
+$("no").onclick = () => $("sure").close();
+$("list").addEventListener("toggle", showPayload, true);
+$("list").onclick = ({target}) => {
+  const {id, name, status} = target.closest("li")?.dataset ?? {};
+  if (target.dataset.do === "retry") act("POST", `dlq/messages/${id}/retry`);
+  if (target.dataset.do === "delete") askFirst({id, name, status});
+};
+$("topics").onclick = ({target: {dataset}}) => {
+  if (dataset.all != null) act("POST", `dlq/${encodeURIComponent(topic)}/retry-all`);
+  if (dataset.topic == null) return;
+  [topic, page] = [dataset.topic, 1];
+  refresh();
+};
+$("pages").onclick = ({target}) => {
+  if (!target.dataset.page || target.getAttribute("aria-disabled") === "true") return;
+  page = Number(target.dataset.page);
+  refresh();
+};
+document.onkeydown = ({key}) => { if (key === "Escape" && !$("sure").open) say("", ""); };
+$("said").onclick = () => say("", "");
+document.addEventListener("visibilitychange", refresh);
+new ResizeObserver(showPlot).observe($("plot"));
+refresh();
+</script>
+</html>
+"""
+
+
+# ==================================================================================================
 # Command line
 # ==================================================================================================
 
+Parser = argparse.ArgumentParser
 
-def build_parser() -> argparse.ArgumentParser:
+
+def _sequence(text: str) -> tuple[int, int]:
+    """A-B, A-, -B or A."""
+    match = re.fullmatch(r"(?=.*[0-9])([0-9]{0,18})(?:(-)([0-9]{0,18}))?", text)
+    first = int(match[1] or 1) if match else 0
+    last = int(match[3] or (1 << 62)) if match and match[2] else first
+    if not match or last < first:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a range of seqs such as 100-200")
+    return first, last
+
+
+def _moment(text: str) -> str:
+    """A time; without a zone it is this machine's."""
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).isoformat()
+    except (ValueError, OverflowError):
+        words = "is not a time such as 2026-11-18 or 2026-11-18T09:30"
+        raise argparse.ArgumentTypeError(f"{text!r} {words}") from None
+
+
+def _uuid(text: str) -> str:
+    if not _UUID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a UUID")
+    return text
+
+
+def _of(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser of the option table, for arguments."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def _up_to(most: int) -> Callable[[str], str]:
+    def parsed(text: str) -> str:
+        if not 0 < len(text) <= most:
+            raise argparse.ArgumentTypeError(f"must have 1 to {most} characters")
+        return text
+
+    return parsed
+
+
+def build_parser() -> Parser:
     rows = []
     for option in OPTIONS:
         name, default, text = (option.metadata[key] for key in ("name", "default", "text"))
         shown = "required" if default is None else default or "not set"
         rows.append(f"  {name:<27} {text} [{shown}]")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="serversync",
         description="Drains a voicebot's outbox to its web frontend, and cleans up behind it.",
         epilog="configuration (in the environment, or in the env file):\n"
         + "\n".join(rows)
-        + "\n\nexit codes: 0 done, 1 something needs a person, 2 usage, 69 database or frontend\n"
-        "not there, 75 not everything is through yet, 78 configuration",
+        + "\n\nexit codes: 0 done, 1 something needs a person, 2 usage, 69 database, frontend or\n"
+        "agent not there, 75 not everything is through yet, 78 configuration",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"serversync {__version__}")
     parser.add_argument("--env-file", metavar="FILE", help=f"default: {ENV_FILE}, where it exists")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("run", "the service: deliver until stopped"),
-        ("once", "deliver what is due, and exit"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--env-file", metavar="FILE", default=argparse.SUPPRESS)
+    add = partial(_add, parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    add("run", "the service: deliver until stopped")
+    add("once", "deliver what is due, and exit")
+    status = add("status", "one screen: what it does, what waits, what is wrong", "--json")
+    status.add_argument("--watch", action="store_true", help="repaint once a second")
+    add("doctor", "check everything, with a hint for each problem", "--json")
+    setup = add("setup", "prepare the database and the recordings' directory")
+    setup.add_argument("--print-sql", action="store_true", help="only print what is missing")
+    setup.add_argument("--admin-url", metavar="URL", help="connect so, instead of as postgres")
+    setup.add_argument(
+        "--recordings",
+        metavar="DIR",
+        help="instead, open this directory of the backend's to serversync",
+    )
+    setup.add_argument("--announcements", metavar="DIR", help="and this one")
+    setup.add_argument(
+        "--backend-user", metavar="USER", help="who reads what serversync puts there"
+    )
+    enqueue = add("enqueue", "put an entry into the outbox; its payload comes by stdin", "--json")
+    enqueue.add_argument("type", metavar="TYPE", type=_up_to(30), help="its entity type")
+    enqueue.add_argument("id", metavar="UUID", type=_uuid, help="its entity's id")
+    enqueue.add_argument(
+        "--idempotency-key", metavar="KEY", type=_up_to(200), help="the same key: the same entry"
+    )
+    _add_dlq(add("dlq", "entries that were given up: look, send again, delete"))
+    replay = add("replay", "send again what was sent", "--json", "--force", "--yes")
+    replay.add_argument("--seq", metavar="A-B", type=_sequence, help="from seq A to seq B")
+    replay.add_argument("--since", metavar="TIME", type=_moment, help="enqueued at TIME or later")
+    replay.add_argument("--until", metavar="TIME", type=_moment, help="enqueued until TIME")
+    replay.add_argument("--type", metavar="TYPE", help="of this entity type")
+    replay.add_argument("--call", metavar="ID", help="of this call: its log's UUID, or Call-ID")
+    prune = add("prune", "delete old rows that were sent", "--yes")
+    prune.add_argument(
+        "--days",
+        metavar="N",
+        type=_of(_number(0.001, 36500)),
+        help="instead of SYNC_RETENTION_DAYS",
+    )
+    add("metrics", "print the metrics, as Prometheus reads them")
+    admin = add("admin", "answer HTTP requests: status page, dead letters, metrics, health")
+    where = f"ADDRESS:PORT or the path of a Unix socket; default: {ADMIN_LISTEN}"
+    admin.add_argument("--listen", metavar="WHERE", help=where)
+    admin.add_argument("--idle", type=float, default=ADMIN_IDLE, help=argparse.SUPPRESS)
     return parser
+
+
+SHARED: Final = {
+    "--json": "print JSON",
+    "--yes": "do it; without this it only says what it would do",
+    "--force": "also what a newer entry has overtaken, or whose retries are used up",
+}
+
+
+def _add(commands: Any, name: str, text: str, *shared: str) -> Parser:
+    command: Parser = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--env-file", metavar="FILE", default=argparse.SUPPRESS)
+    for each in shared:
+        command.add_argument(each, action="store_true", help=SHARED[each])
+    return command
+
+
+def _add_dlq(dlq: Parser) -> None:
+    add = partial(_add, dlq.add_subparsers(dest="action", required=True, metavar="ACTION"))
+    listing = add("list", "a page of dead letters, newest first", "--json")
+    listing.add_argument("topic", metavar="TOPIC", nargs="?", help="of this entity type only")
+    listing.add_argument("--page", type=_of(_whole(1, 10**9)), default=1, metavar="N")
+    listing.add_argument("--page-size", type=_of(_whole(1, 1000)), default=20, metavar="N")
+    show = add("show", "one dead letter, with its payload", "--json")
+    show.add_argument("id", metavar="ID", type=_uuid)
+    retry = add("retry", "send dead letters again, each in its lane", "--json", "--force")
+    retry.add_argument("ids", metavar="ID", nargs="+", type=_uuid)
+    every = add("retry-all", "send all that can be sent again", "--json", "--force")
+    every.add_argument("topic", metavar="TOPIC", nargs="?", help="of this entity type only")
+    delete = add("delete", "delete dead letters: they are never sent", "--json", "--yes")
+    delete.add_argument("ids", metavar="ID", nargs="+", type=_uuid)
+
+
+COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str]], int]]] = {
+    "status": do_status,
+    "setup": do_setup,
+    "enqueue": do_enqueue,
+    "dlq": do_dlq,
+    "replay": do_replay,
+    "prune": do_prune,
+    "metrics": do_metrics,
+}
 
 
 def refuse(error: ConfigError) -> int:
@@ -4097,34 +7688,75 @@ def refuse(error: ConfigError) -> int:
     return EX_CONFIG
 
 
+def complain(error: Exception) -> None:
+    text = clean(" ".join(str(error).split()), MASKING.known)
+    print(f"serversync: {text}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        "".join(argv or sys.argv).encode()
+    except UnicodeEncodeError:
+        parser.error("an argument is not UTF-8 text")
     # A resolver without network must not hold up a stop: getaddrinfo cannot be interrupted.
     os.environ.setdefault("RES_OPTIONS", "timeout:2 attempts:1")
     environ = dict(os.environ)
-
-    def read() -> Config:
-        return load_config(read_env_file(arguments.env_file, environ), environ)
-
     start_logging(environ)
     try:
-        config = read()
-        configure_logging(config)
-        process = Process(environ)
-        process.install()
-        once = arguments.command == "once"
-        state = StateFile({} if once else environ)
-        agent = Agent(config, process, state, once)
-        agent.reread = read
-        return agent.once() if once else agent.serve()
+        return dispatch(arguments, environ)
     except ConfigError as error:
         return refuse(error)
+    except (Unavailable, psycopg.Error) as error:
+        complain(error)
+        return EX_UNAVAILABLE
+    except Refused as error:
+        complain(error)
+        return EX_USAGE if error.kind == "invalid" else EX_PERSON
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # of `serversync dlq list | head`, or of a full disk behind `> file`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  nothing more can be said
+        if isinstance(error, BrokenPipeError):
+            return EX_OK
+        complain(error)
+        return EX_PERSON
     finally:
+        PATIENT.give_up()
         try:
             if sys.stderr:  # closed at the start: None
                 sys.stderr.flush()
         except OSError:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  a full disk is no exit code (120)
+
+
+def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """The service, one round of it, or a command of a person's (who then acts as the service)."""
+
+    def read() -> Config:
+        return load_config(read_env_file(arguments.env_file, environ), environ)
+
+    if arguments.command == "admin":  # a bad configuration is answered, and ends nothing
+        return admin(read, arguments.listen, environ, arguments.idle)
+    if arguments.command == "doctor":
+        return do_doctor(read, arguments, environ)
+    if arguments.command == "setup" and (arguments.recordings or arguments.announcements):
+        return setup_rights(arguments, environ)  # before there is any configuration
+    config = read()
+    configure_logging(config)
+    if arguments.command not in ("run", "setup"):
+        become_service_user(environ)
+    if arguments.command in COMMANDS:
+        code = COMMANDS[arguments.command](config, arguments, environ)
+        sys.stdout.flush()
+        return code
+    PATIENT.process = process = Process(environ)
+    process.install()
+    once = arguments.command == "once"
+    agent = Agent(config, process, StateFile({} if once else environ), once)
+    agent.reread = read
+    return agent.once() if once else agent.serve()
 
 
 def _entry_point() -> NoReturn:

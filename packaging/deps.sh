@@ -41,3 +41,27 @@ install_missing() {
         fi
     )
 }
+
+# unpack_program PACKAGE PROGRAM DIRECTORY: one program of a package, which is not installed: it
+# would start a server.
+unpack_program() {
+    local package=$1 program=$2 directory
+    directory=$(realpath -m "$3")
+    [ ! -x "$directory/$program" ] || return 0
+    echo "unpacking $program from the package $package"
+    (
+        work=$(mktemp -d)
+        trap 'rm -rf "$work"' EXIT
+        trap 'exit 130' INT TERM
+        cd "$work"
+        download=(apt-get download -qq -o APT::Sandbox::User=root "$package")
+        # Package lists that are there may do; missing or old ones are fetched.
+        "${download[@]}" 2>/dev/null || {
+            apt-get update -qq
+            "${download[@]}"
+        }
+        dpkg-deb -x ./*.deb unpacked
+        mkdir -p "$directory"
+        mv "unpacked/usr/bin/$program" "$directory/"
+    )
+}

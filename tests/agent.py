@@ -182,7 +182,7 @@ class Agent:
 
     `notify`: the NotifySocket it talks to. `strace`: strace's options, its output is in
     `strace_path`; the agent is still our own child, with its own pid. `prefix`: a command before
-    the agent's, such as prlimit.
+    the agent's, such as prlimit. `pass_fds`: what it inherits beside the standard three.
     """
 
     def __init__(
@@ -196,6 +196,7 @@ class Agent:
         strace: Sequence[str] | None = None,
         env_file: bool = True,
         prefix: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="serversync-agent-")
         directory = Path(self._directory.name)
@@ -220,6 +221,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
             )
         self.pid = self.process.pid
 
@@ -353,6 +355,7 @@ class AgentFactory:
         strace: Sequence[str] | None = None,
         env_file: bool = True,
         prefix: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
         **overrides: Any,
     ) -> Agent:
         agent = Agent(
@@ -364,6 +367,7 @@ class AgentFactory:
             strace=strace,
             env_file=env_file,
             prefix=prefix,
+            pass_fds=pass_fds,
         )
         self.started.append(agent)
         return agent

@@ -148,7 +148,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
         [("keep", "keep"), ("delete", "delete")],
         ["Keep", "remove", "yes", "keep,delete"],
     ),
-    "SYNC_UPLOAD_KBPS": (0, [("0", 0), ("512", 512), ("0.5", 0.5)], ["-1", "512k", "1e99"]),
+    "SYNC_UPLOAD_KBPS": (0, [("0", 0), ("512", 512), ("1.5", 1.5)], ["-1", "0.5", "512k", "1e99"]),
     "SYNC_VERIFY_PATH": (
         "",
         [
@@ -169,6 +169,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     "SYNC_RETENTION_DAYS": (30, [("0", 0), ("0.5", 0.5), ("365", 365)], ["-1", "36501", "30d"]),
     "SYNC_TOKEN_FILE": ("", [], ABSOLUTE),
     "SYNC_TOKEN": ("", [(TOKEN, TOKEN), (f" {TOKEN} ", TOKEN)], ["a b", "a\tb", "a\nb", "tökèn"]),
+    "SYNC_ADMIN_TOKEN_FILE": ("", [("/etc/token", "/etc/token")], ABSOLUTE),
     "SYNC_CA_FILE": ("", [], ABSOLUTE),
     "SYNC_CLIENT_CERT": ("", [], ABSOLUTE),
     "SYNC_CLIENT_KEY": ("", [], ABSOLUTE),
@@ -578,7 +579,7 @@ def test_an_env_file_that_is_named_but_missing_is_an_error() -> None:
     done = run("once", "--env-file", "/nonexistent/serversync.env", environ=REQUIRED)
     assert done.returncode == 78
     assert done.stderr == (
-        "serversync: cannot read /nonexistent/serversync.env: No such file or directory\n"
+        "serversync: cannot read /nonexistent/serversync.env (No such file or directory)\n"
     )
 
 
@@ -588,7 +589,7 @@ def test_an_env_file_that_may_not_be_read_is_an_error_with_a_hint(env_file: Path
     weaker = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
     done = run("once", "--env-file", str(env_file), prefix=weaker if os.geteuid() == 0 else ())
     assert done.returncode == 78
-    assert f"cannot read {env_file}: Permission denied" in done.stderr
+    assert f"cannot read {env_file} (Permission denied)" in done.stderr
     assert "sudo" in done.stderr
 
 
@@ -683,7 +684,7 @@ def test_a_token_that_is_not_one_visible_line_is_refused_and_not_shown(
 def test_a_token_file_that_is_missing_is_told_by_its_path() -> None:
     (problem,) = problems({"SYNC_TOKEN_FILE": "/nonexistent/there"})
     assert "SYNC_TOKEN_FILE" in problem
-    assert "/nonexistent/there: No such file" in problem
+    assert "/nonexistent/there (No such file" in problem
 
 
 # --- TLS ------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""What README.md, the sample configuration and --help say is what the program does."""
+"""What README.md, the man page, the sample configuration and --help say is what is done."""
 
 import ast
 import re
+import shlex
 import subprocess
+import uuid
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,51 +15,18 @@ import pytest
 import serversync
 from agent import REPOSITORY, AgentFactory, agent_env, run_once
 from backend import Backend
+from commandline import options, parsers, read_synopses, synopses
 from frontend import Frontend, Reply
-from pg import Cluster, Database
+from ledger import dead_letters
+from pg import Database
+from waiting import wait_until
 
 README = (REPOSITORY / "README.md").read_text()
 CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text()
 SAMPLE = REPOSITORY / "etc" / "serversync.env"
-LEAST_ROLE = "serversync"
-DEAD_SEQ = 17
+MAN_PAGE = REPOSITORY / "packaging" / "debian" / "serversync.8"
 
-
-def section(title: str) -> str:
-    """The text under a heading of the second level."""
-    found = re.search(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", README, re.M | re.S)
-    assert found, f"README has no section {title!r}"
-    return found[1]
-
-
-def table_rows(text: str, first: str) -> list[list[str]]:
-    """The cells of the table whose first heading is `first`."""
-    lines = iter(text.splitlines())
-    for line in lines:
-        if line.startswith(f"| {first} |"):
-            break
-    else:
-        raise AssertionError(f"no table {first!r}")
-    next(lines)  # |---|---|
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
-
-
-def quoted(text: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", text)
-
-
-def sql_blocks(text: str) -> list[str]:
-    return re.findall(r"^```sql\n(.*?)^```$", text, re.M | re.S)
-
-
-def sql_statements(block: str) -> list[str]:
-    plain = re.sub(r"--.*", "", block)
-    return [statement.strip() for statement in plain.split(";\n") if statement.strip()]
+# --- the program --------------------------------------------------------------------------------
 
 
 @cache
@@ -65,14 +34,16 @@ def program() -> ast.Module:
     return ast.parse(Path(serversync.__file__).read_text())
 
 
+def texts_in(node: ast.AST) -> Iterator[str]:
+    """Every text; of an f-string, the pieces between its values."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.value
+
+
 @cache
 def program_texts() -> list[str]:
-    """Every text in the program; of an f-string, the pieces between its values."""
-    return [
-        node.value
-        for node in ast.walk(program())
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
+    return list(texts_in(program()))
 
 
 def is_said(words: str) -> bool:
@@ -92,42 +63,153 @@ def calls_of_say() -> Iterator[tuple[ast.expr, list[ast.keyword]]]:
             yield node.args[3], node.keywords
 
 
-def texts_in(expression: ast.expr) -> set[str]:
-    return {
-        node.value
-        for node in ast.walk(expression)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+def settings() -> list[tuple[str, str, str]]:
+    """Each key, its default as it is shown, and its meaning."""
+    rows = [option.metadata for option in serversync.OPTIONS]
+    shown = {None: "required", "": "not set"}
+    return [(r["name"], shown.get(r["default"], r["default"]), r["text"]) for r in rows]
+
+
+EXIT_CODES = {value for name, value in vars(serversync).items() if name.startswith("EX_")}
+CHECKS = [check.__name__.replace("_", " ") for check in serversync.CHECKS]
+ROUTES = sorted(
+    f"{method} {pattern.replace('([^/]+)', '{}')}"
+    for pattern, methods in serversync.ROUTES.items()
+    for method in methods
+)
+
+
+def route_shown(text: str) -> str:
+    return re.sub(r"\{\w+\}", "{}", text)
+
+
+# --- the README ---------------------------------------------------------------------------------
+
+
+def section(title: str) -> str:
+    """The text under a heading of the second or third level."""
+    heading = re.search(rf"^(##+) {re.escape(title)}$", README, re.M)
+    assert heading, f"README has no section {title!r}"
+    rest = README[heading.end() :]
+    following = re.search(rf"^#{{2,{len(heading[1])}}} ", rest, re.M)
+    return rest[: following.start()] if following else rest
+
+
+def table_rows(text: str, first: str) -> list[list[str]]:
+    """The cells of the table whose first heading is `first`."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith(f"| {first} |"):
+            break
+    else:
+        raise AssertionError(f"no table {first!r}")
+    next(lines)  # |---|---|
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def first_cells(text: str, first: str) -> list[str]:
+    return [row[0].strip("`") for row in table_rows(text, first)]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def sql_statements(text: str) -> list[str]:
+    """Those of all SQL blocks."""
+    blocks = re.findall(r"^```sql\n(.*?)^```$", text, re.M | re.S)
+    plain = (re.sub(r"--.*", "", block) for block in blocks)
+    return [s.strip() for block in plain for s in block.split(";\n") if s.strip()]
+
+
+def sessions(text: str) -> list[tuple[str, str]]:
+    """Each command that is shown with what it prints."""
+    shown = re.findall(r"^    \$ (.*)\n((?:(?:    (?!\$ ).*)?\n)+)", text, re.M)
+    return [(command, re.sub("^    ", "", said, flags=re.M).strip("\n")) for command, said in shown]
+
+
+# --- the man page -------------------------------------------------------------------------------
+
+
+def man_lines() -> Iterator[str]:
+    """Its source, without what is only about fonts and spaces."""
+    source = MAN_PAGE.read_text().replace("\\\n", "")
+    plain = re.sub(r"\\f.|\\&", "", source).replace("\\-", "-").replace("\\(aq", "'")
+    for line in plain.splitlines():
+        font = re.match(r"\.([BIR]{1,2}) (.*)", line)
+        if font:
+            words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', font[2])]
+            line = (" " if len(font[1]) == 1 else "").join(words)
+        yield line
+
+
+@cache
+def man_sections() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in man_lines():
+        if line.startswith(".SH "):
+            lines = found[line.removeprefix(".SH ")] = []
+        else:
+            lines.append(line)
+    return found
+
+
+def man_terms(title: str) -> dict[str, str]:
+    """What a section explains: each term with its explanation."""
+    found: dict[str, str] = {}
+    text = "\n".join(man_sections()[title])
+    for item in re.split(r"^\.TP\n", text, flags=re.M)[1:]:
+        term, _, rest = item.partition("\n")
+        found[term] = " ".join(re.split(r"^\.", rest, flags=re.M)[0].split())
+    return found
+
+
+MAN_TITLES = [
+    *("NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "COMMANDS", "CONFIGURATION"),
+    *("ADMIN INTERFACE", "SIGNALS", "FILES", "EXIT STATUS", "EXAMPLES", "SEE ALSO"),
+]
+
+
+def test_the_man_page_is_complete_and_well_formed() -> None:
+    lint = subprocess.run(["mandoc", "-Tlint", MAN_PAGE], capture_output=True, text=True)
+
+    assert (lint.returncode, lint.stdout, lint.stderr) == (0, "", "")
+    assert list(man_sections()) == MAN_TITLES
+    assert f'"serversync {serversync.__version__}"' in MAN_PAGE.read_text()
 
 
 # --- configuration ------------------------------------------------------------------------------
 
 
-def option_rows() -> list[str]:
-    rows = []
-    for option in serversync.OPTIONS:
-        name, default, text = (option.metadata[key] for key in ("name", "default", "text"))
-        shown = "required" if default is None else f"`{default}`" if default else "not set"
-        rows.append(f"| `{name}` | {shown} | {text} |")
-    return rows
-
-
 def test_the_configuration_table_is_the_option_table() -> None:
-    shown = [f"| {' | '.join(row)} |" for row in table_rows(section("Configuration"), "Key")]
+    rows = table_rows(section("Configuration"), "Key")
 
-    assert shown == option_rows()
+    plain = ("required", "not set")
+    assert [tuple(row) for row in rows] == [
+        (f"`{name}`", shown if shown in plain else f"`{shown}`", text)
+        for name, shown, text in settings()
+    ]
+
+
+def test_the_man_page_tells_every_option_with_its_default() -> None:
+    wanted = {f"{name} [{shown}]": text for name, shown, text in settings()}
+
+    assert list(man_terms("CONFIGURATION").items()) == list(wanted.items())
 
 
 def test_help_tells_every_option_with_its_default_and_every_exit_code() -> None:
     done = run_once({}, args=("--help",))
 
     assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    for option in serversync.OPTIONS:
-        name, default, text = (option.metadata[key] for key in ("name", "default", "text"))
-        shown = "required" if default is None else default or "not set"
-        wanted = re.compile(rf" +{name} +{re.escape(text)} \[{re.escape(shown)}\]")
-        assert any(wanted.fullmatch(line) for line in lines), f"{name} is not in --help"
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for name, shown, text in settings():
+        assert f"{name} {text} [{shown}]" in lines, f"{name} is not in --help"
     codes = done.stdout.partition("exit codes:")[2]
     assert {int(code) for code in re.findall(r"\b(\d+) ", codes)} == EXIT_CODES
 
@@ -139,18 +221,17 @@ def sample_settings() -> dict[str, str]:
 
 
 def test_the_sample_shows_keys_that_exist_at_their_defaults() -> None:
-    rows = [option.metadata for option in serversync.OPTIONS]
-    defaults = {row["name"]: row["default"] for row in rows}
+    defaults = {name: "" if shown == "not set" else shown for name, shown, _ in settings()}
     shown = sample_settings()
 
-    required = {name for name, default in defaults.items() if default is None}
+    required = {name for name, default in defaults.items() if default == "required"}
     assert required <= set(shown)
     for name, value in shown.items():
         assert name in defaults, f"{name} is no option"
         if name not in required:
             assert value == defaults[name], f"{name} is not shown at its default"
-    settings = {name: value for name, value in shown.items() if value}
-    assert serversync.load_config(settings, {}).retry_max == 8
+    given = {name: value for name, value in shown.items() if value}
+    assert serversync.load_config(given, {}).retry_max == 8
 
 
 def test_an_unedited_sample_ends_with_exit_code_78_and_names_what_is_required() -> None:
@@ -168,37 +249,69 @@ def test_an_unedited_sample_ends_with_exit_code_78_and_names_what_is_required() 
 
 # --- commands and exit codes --------------------------------------------------------------------
 
-EXIT_CODES = {value for name, value in vars(serversync).items() if name.startswith("EX_")}
+COMMANDS = section("Commands and exit codes")
+
+
+def test_every_command_is_documented_with_what_it_takes_and_no_other() -> None:
+    assert read_synopses(first_cells(COMMANDS, "Command")) == synopses()
+    terms = [term for term in man_terms("COMMANDS") if not term.startswith("-")]
+    assert read_synopses(terms) == synopses()
+
+
+def test_every_option_before_a_command_is_documented_and_no_other() -> None:
+    for shown in (first_cells(COMMANDS, "Option"), man_terms("OPTIONS")):
+        assert {term.split()[0] for term in shown} == set(options(parsers()[""]))
+
+
+def test_help_explains_every_command_and_every_option() -> None:
+    for name, parser in parsers().items():
+        text = parser.format_help()
+        for option, action in options(parser).items():
+            assert option in text
+            assert action.help or action.metavar, f"{name} {option} is not explained"
+        assert name in README
+        assert parser.description, f"{name} is not explained"
 
 
 def test_every_exit_code_is_documented_in_the_order_in_which_they_apply() -> None:
-    rows = table_rows(section("Commands and exit codes"), "Exit code")
-    shown = [int(row[0]) for row in rows]
-
-    assert len(EXIT_CODES) == 6
-    assert set(shown) == EXIT_CODES
     in_docstring = re.findall(r"^ {2,3}(\d+)  ", serversync.__doc__ or "", re.M)
-    assert shown == [int(code) for code in in_docstring]
+
+    assert len(EXIT_CODES) == len(in_docstring) == 6
+    assert {int(code) for code in in_docstring} == EXIT_CODES
+    assert first_cells(COMMANDS, "Exit code") == in_docstring
+    assert list(man_terms("EXIT STATUS")) == in_docstring
 
 
-def test_every_command_and_option_is_documented_and_no_other() -> None:
-    parser = serversync.build_parser()
-    text = section("Commands and exit codes")
-    commands = {row[0].strip("`").split()[1] for row in table_rows(text, "Command")}
-    options = {row[0].strip("`").split()[0] for row in table_rows(text, "Option")}
+def commands_shown() -> list[str]:
+    """Command lines of ours that can be typed as they stand."""
+    texts = [*re.findall("^    (.*)$", README, re.M), *re.findall("`([^`\n]+)`", README)]
+    texts += man_sections()["EXAMPLES"]
+    found = []
+    for text in texts:
+        for piece in re.split("[|;&()<>#]", text):
+            ours = re.match(r"\W*(?:ssh \S+ )?(?:sudo (?:-u \w+ )?)?serversync ([a-z].*)", piece)
+            if ours and "…" not in text and "[" not in text:
+                found.append(ours[1].strip())
+    return found
 
-    usage = run_once({}, args=("--help",)).stdout
-    there = set(re.findall(r"^    (\w+)  ", usage.partition("options:")[0], re.M))
-    assert commands == there
-    assert options == {
-        option
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-    not_yet = set(quoted(README.partition("Not yet in this version")[2].partition("##")[0]))
-    assert not_yet
-    assert not not_yet & there
+
+def test_every_command_line_that_is_shown_can_be_typed() -> None:
+    shown = commands_shown()
+
+    assert {"run", "setup", "doctor", "prune --days 7 --yes"} <= set(shown)
+    parser = parsers()[""]
+    for line in shown:
+        if line not in parsers():  # only mentioned: `dlq retry`
+            parser.parse_args(shlex.split(line))
+
+
+def test_every_signal_is_documented() -> None:
+    handled = re.findall(r"signal\.signal\(signal\.(SIG\w+)", ast.unparse(program()))
+    inner = {"SIGALRM", "SIGINT"}  # a deadline's; of `status --watch` only
+
+    shown = re.findall(r"SIG\w+", " ".join(man_terms("SIGNALS")))
+    assert set(handled) - inner == set(shown) - inner
+    assert "SIGINT" in shown
 
 
 # --- what happens when… -------------------------------------------------------------------------
@@ -243,21 +356,148 @@ def test_every_verdict_of_the_program_is_in_the_table_of_situations() -> None:
             assert f"`{rule.code}`" in text, f"{rule.code} is not explained"
 
 
-# --- operating and troubleshooting --------------------------------------------------------------
+# --- operating ----------------------------------------------------------------------------------
+
+IDS = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}")
+VARYING = (
+    (IDS, "ID"),
+    (r"https?://\S+", "URL"),
+    (r"device \S+,", "device ID,"),
+    (r"\[[#.]+\]", "[BAR]"),
+    (r"\d[\d.:T-]*", "N"),
+    (r"N (s|min|h|d)\b", "TIME"),
+    (r"N (bytes|kB|MB|GB|TB)\b", "SIZE"),
+    (r" +", " "),
+)
+
+
+def shape(text: str) -> list[str]:
+    """Without what is another one each time."""
+    for pattern, name in VARYING:
+        text = re.sub(pattern, name, text)
+    return [line.strip() for line in text.splitlines()]
+
+
+def test_the_screens_of_the_readme_are_what_the_commands_print(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    running = agent(SYNC_DELETE_AFTER_SEC=3600)
+    for number in range(2):
+        backend.end_call()
+        frontend.wait(lambda number=number: len(frontend.files) > number)  # type: ignore[misc]
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
+    seq = backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+    wait_until(lambda: dead_letters(db), what="a dead letter")
+    frontend.poison.clear()
+    frontend.read_rate = 50_000  # for longer than all that follows takes
+    backend.end_call(seconds=300)
+    wait_until(lambda: (running.state()["progress"] or {}).get("bytes"), what="an upload")
+    shown = sessions(section("Operating"))
+    shown = [(command, said) for command, said in shown if "doctor" not in command]
+
+    assert len(shown) == 4
+    for command, said in shown:
+        parts = re.fullmatch(r"(?:echo '(.*)' \| )?sudo serversync (.*)", command)
+        assert parts, command
+        env = agent.env(RUNTIME_DIRECTORY=running.runtime_dir)
+        done = run_once(env, args=shlex.split(parts[2]), stdin=parts[1] or "")
+        assert (done.returncode, shape(done.stdout)) == (0, shape(said)), command
+        if "dlq list" in command:  # and then, as the README says
+            assert agent.once("dlq", "retry-all").returncode == 0
+            wait_until(lambda: dead_letters(db)[seq]["status"] == "RESOLVED", 60, "delivery")
+
+
+def test_the_checks_of_the_doctor_are_documented_and_shown_as_it_shows_them() -> None:
+    text = section("What is wrong: doctor")
+    in_man = next(t for term, t in man_terms("COMMANDS").items() if "doctor" in term)
+    for where in (text, in_man):
+        assert f"The checks: {', '.join(CHECKS)}." in " ".join(where.split())
+
+    ((_, said),) = sessions(text)
+    *lines, verdict = said.splitlines()
+    found = [line for line in lines if not line.startswith(" " * 9)]
+    names = [re.fullmatch(r"(?:failed  |warning ) ([a-z ]+): .+", line) for line in found]
+    assert [CHECKS.index(name[1]) for name in names if name] == sorted(
+        CHECKS.index(name[1]) for name in names if name
+    )
+    assert all(names) and len(lines) == 2 * len(found), "each has its hint"
+    failed = sum(line.startswith("failed") for line in found)
+    assert verdict == f"{failed} checks failed, {len(found) - failed} warning"
+
+
+def test_the_states_and_refusals_of_dead_letters_are_documented() -> None:
+    text = section("Dead letters")
+    states = re.search(r"check \(status in \(([^)]*)\)\)", serversync.MIGRATIONS[0])
+    assert states
+    assert first_cells(text, "Status") == re.findall(r"\w+", states[1])
+    in_man = " ".join(man_sections()["COMMANDS"])
+    assert all(state in in_man for state in re.findall(r"\w+", states[1]))
+
+    refused = [words for row in table_rows(text, "Refused") for words in quoted(row[0])]
+    assert sorted(re.sub(r"\d+", "{}", words) for words in refused) == sorted(
+        re.sub(r"\{\w+\}", "{}", words) for words in serversync.AGAINST.values()
+    )
+
+
+def test_every_route_and_error_of_the_admin_interface_is_documented() -> None:
+    text = section("The admin interface")
+
+    assert sorted(map(route_shown, first_cells(text, "Request"))) == ROUTES
+    assert sorted(map(route_shown, man_terms("ADMIN INTERFACE"))) == ROUTES
+    codes = {text for text in program_texts() if re.fullmatch(r"SYS_[A-Z_]+", text)}
+    assert set(first_cells(text, "Code")) == codes
+    for where in (f"127.0.0.1:{serversync.ADMIN_LISTEN.partition(':')[2]}", "X-Requested-With"):
+        assert where in text
+        assert where in MAN_PAGE.read_text()
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    cells = first_cells(section("Metrics, alerts, dashboard"), "Metric")
+    shown = {re.sub(r"\{.*\}", "", name) for cell in cells for name in re.split("`, `", cell)}
+
+    assert shown == {name for name, _, _ in serversync.METRICS}
 
 
 def test_every_event_and_field_of_the_journal_is_documented() -> None:
-    events, names = {"cycle"}, {"EVENT"}
+    events, names = {"cycle", "log_dropped"}, {"EVENT"}  # not by say()
     for event, keywords in calls_of_say():
-        events |= texts_in(event)
+        events |= set(texts_in(event))
         names |= {keyword.arg for keyword in keywords if keyword.arg and keyword.arg.isupper()}
-    text = section("Operating")
+    text = section("The journal")
     listed = re.search(r"^EVENT is one of: ([^.]*)\.", text, re.M)
 
     assert listed
     assert {word.strip() for word in listed[1].split(",")} == events
-    shown = {name for row in table_rows(text, "Field") for name in row[0].split(", ")}
-    assert shown == names
+    assert {name for cell in first_cells(text, "Field") for name in cell.split(", ")} == names
+
+
+def test_every_query_of_the_readme_runs(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    backend.end_call()
+    assert agent.once(SYNC_DELETE_AFTER_SEC=60).returncode == 0
+
+    statements = sql_statements(README)
+    assert len(statements) > 5
+    for statement in statements:
+        db.execute(statement)
+
+
+def test_the_units_of_the_readme_start_what_there_is_and_the_watchdog_allows_the_defaults(
+    db: Database, frontend: Frontend, backend: Backend
+) -> None:
+    started = re.findall(r"ExecStart=/usr/local/bin/serversync (\w+)$", README, re.M)
+    assert started == ["run", "admin"]
+    found = re.search(r"^ +WatchdogSec=(\d+)$", section("Install"), re.M)
+    assert found
+    env = agent_env(db, frontend, backend, WATCHDOG_USEC=int(found[1]) * 1_000_000)
+
+    assert "SYNC_TIMEOUT_SEC" not in env
+    assert run_once(env).returncode == 0
+
+
+# --- troubleshooting, the Japanese section ------------------------------------------------------
 
 
 def test_the_headings_of_the_troubleshooting_are_messages_of_the_program() -> None:
@@ -268,102 +508,15 @@ def test_the_headings_of_the_troubleshooting_are_messages_of_the_program() -> No
         assert is_said(heading.strip("`")), f"the program never says {heading}"
 
 
-def test_every_query_of_the_readme_runs(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    backend.end_call()
-    assert agent.once(SYNC_DELETE_AFTER_SEC=60).returncode == 0
-
-    texts = [section("Operating"), section("Troubleshooting")]
-    statements = [s for text in texts for block in sql_blocks(text) for s in sql_statements(block)]
-    assert len(statements) > 8
-    for statement in statements:
-        db.execute(statement)
-
-
-def test_a_dead_letter_is_sent_again_by_the_readme_s_statements(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    db.execute(f"alter sequence sync_outbox_id_seq restart with {DEAD_SEQ}")
-    call = backend.end_call(recording=False, events=0)
-    assert call.seqs == [DEAD_SEQ]
-    frontend.poison[call.call_log_id] = Reply(400, {}, {"error": "no"})
-    assert agent.once().returncode == serversync.EX_PERSON
-    block = next(b for b in sql_blocks(section("Operating")) if "RETRYING" in b)
-    state = "select status, retry_count from serversync.dead_letters"
-
-    def by_hand() -> None:
-        for statement in sql_statements(block):
-            db.execute(statement)
-
-    by_hand()
-    assert db.rows(state) == [("RETRYING", 0)]
-    assert agent.once().returncode == serversync.EX_PERSON
-    assert db.rows(state) == [("PENDING", 1)]
-
-    frontend.poison.clear()
-    by_hand()
-    assert agent.once().returncode == 0
-    assert db.rows(state) == [("RESOLVED", 1)]
-    assert len(frontend.received(call.call_log_id)) == 1
-
-
-@pytest.fixture
-def least_role(cluster: Cluster) -> Iterator[str]:
-    """The role that README makes: its name counts, for it is the name of the schema, too."""
-    yield LEAST_ROLE
-    with cluster.admin() as admin:
-        admin.execute(f"drop role if exists {LEAST_ROLE}")
-
-
-def test_the_least_rights_of_the_readme_are_enough_for_everything(
-    cluster: Cluster, least_role: str, frontend: Frontend, tmp_path: Path
-) -> None:
-    database = Database(cluster)
-    try:
-        with database.admin() as admin:
-            for statement in sql_statements(sql_blocks(section("Security"))[0]):
-                admin.execute(statement)
-        backend = Backend(database, tmp_path / "backend-of-others")
-        call = backend.end_call()
-        url = cluster.url(database.name, user=least_role)
-        done = run_once(agent_env(database, frontend, backend, DATABASE_URL=url))
-
-        assert done.returncode == 0, done.stderr
-        assert "going on with less" not in done.stderr
-        assert frontend.files[call.call_log_id].sha256 == call.sha256
-        assert not call.directory.exists()
-        assert backend.upload_status(call)[0] == "uploaded"
-        trigger = "select count(*) from pg_trigger where tgname = 'serversync_wake'"
-        assert database.value(trigger) == 1
-        prune = "select has_table_privilege(%s, 'sync_outbox', 'delete')"
-        assert database.value(prune, (least_role,)) is True
-        # A later cycle, with the schema of the role's own name in the search_path from the start.
-        second = backend.end_call()
-        assert run_once(agent_env(database, frontend, backend, DATABASE_URL=url)).returncode == 0
-        assert backend.upload_status(second)[0] == "uploaded"
-    finally:
-        database.drop()
-
-
-def test_the_unit_of_the_readme_has_a_watchdog_that_the_defaults_allow(
-    db: Database, frontend: Frontend, backend: Backend
-) -> None:
-    found = re.search(r"^ +WatchdogSec=(\d+)$", section("Install"), re.M)
-    assert found
-    env = agent_env(db, frontend, backend, WATCHDOG_USEC=int(found[1]) * 1_000_000)
-
-    assert "SYNC_TIMEOUT_SEC" not in env
-    assert run_once(env).returncode == 0
-
-
 def test_the_japanese_section_has_the_commands_and_messages_of_the_others() -> None:
     japanese = section("日本語")
     others = README.replace(japanese, "")
 
-    commands = set(re.findall(r"^    (.*)$", japanese, re.M))
-    assert len(commands) == 4
-    assert commands <= set(re.findall(r"^    (.*)$", others, re.M))
+    commands = re.findall(r"^    (.*)$", japanese, re.M)
+    assert len(commands) == 8
+    assert commands == [
+        line for line in re.findall(r"^    (.*)$", others, re.M) if line in commands
+    ]
     for words in ("outage, nothing is lost", "recovered after", "given up: it is in serversync"):
         assert words in japanese
         assert is_said(words)
@@ -373,10 +526,10 @@ def test_the_japanese_section_has_the_commands_and_messages_of_the_others() -> N
 
 
 def test_paths_in_the_readme_exist() -> None:
-    paths = set(re.findall(r"\b(?:packaging|tests|etc)/[\w./]*\w", README))
+    paths = set(re.findall(r"(?<![/\w])(?:packaging|tests|etc)/[\w./-]*\w", README))
 
     assert {"packaging/try", "tests/run", "etc/serversync.env"} <= paths
-    for path in paths - {"etc/systemd/system/serversync.service", "etc/serversync.token"}:
+    for path in paths:
         assert (REPOSITORY / path.partition("::")[0]).exists(), path
 
 
@@ -399,6 +552,8 @@ def files_of_the_project() -> list[Path]:
 # Written so that this file does not hold what it looks for.
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users|tmp/\w)/")
 HOSTS = re.compile(r"https?://([A-Za-z0-9.-]+\.[A-Za-z]{2,})")
+EXAMPLES = ("example.com", "example.org", "example.net", "example", "invalid", "test")
+PUBLISHED = ("keepachangelog.com", "semver.org", "debian.org", "www.w3.org")
 
 
 def test_no_file_holds_a_path_or_a_host_of_one_machine() -> None:
@@ -409,6 +564,4 @@ def test_no_file_holds_a_path_or_a_host_of_one_machine() -> None:
         found = MACHINE_PATHS.search(text)
         assert not found, f"{path}: {found[0] if found else ''}"
         for host in HOSTS.findall(text):
-            known = ("example.com", "example.org", "example.net", "example", "invalid", "test")
-            published = ("keepachangelog.com", "semver.org", "debian.org")
-            assert host.endswith((*known, *published)), f"{path}: {host}"
+            assert host.endswith((*EXAMPLES, *PUBLISHED)), f"{path}: {host}"

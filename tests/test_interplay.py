@@ -182,12 +182,12 @@ def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
 ) -> None:
     running = agent()
-    running.wait_log("schema serversync")
+    running.wait_sentence("idle")
     db.execute("revoke select on system_settings from voicebot")
     end = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s"
     with db.admin() as admin:
         admin.execute(end, ("serversync",))
-    running.wait_log("lacks rights")
+    running.wait_log("lacks select on system_settings")
     db.execute("grant select on system_settings to voicebot")
     seq = backend.enqueue()
     frontend.wait(lambda: seq in frontend.seqs(), 60, "the entry")

@@ -12,7 +12,7 @@ import pytest
 
 from agent import Agent, AgentFactory, NotifySocket
 from backend import Backend
-from frontend import Frontend, Reply
+from frontend import Frontend, Reply, Request
 from pg import Database
 from proxy import Proxy
 from waiting import wait_until
@@ -542,10 +542,20 @@ def test_state_file_says_who_since_when_and_what(
     running = agent()
     running.wait_sentence("idle")
     content = running.state()
-    assert set(content) == {"pid", "since", "sentence", "progress"}
-    assert content["pid"] == running.pid
-    assert before - 1 <= content["since"] <= time.time()
-    assert content["progress"] is None
+    assert content.pop("recordings") == {
+        "directory": str(backend.recordings_dir),
+        "problems": [],
+    }
+    assert before - 1 <= content.pop("since") <= content.pop("at") <= time.time()
+    assert content == {
+        "pid": running.pid,
+        "sentence": "idle: nothing to send",
+        "standby": False,
+        "listening": True,
+        "inflight": 0,
+        "outages": [],
+        "progress": None,
+    }
     backend.end_call(recording=False)
     wait_until(lambda: "sent 3 entries" in running.state()["sentence"], what="the sentence")
 
@@ -558,13 +568,40 @@ def test_state_file_shows_an_upload_s_progress_and_then_its_end(
     frontend.read_rate = 1_000_000
     call = backend.end_call(seconds=90)
     progress = wait_until(lambda: running.state()["progress"], what="progress")
-    assert progress["seq"] == call.seq("recording_file")
+    assert set(progress) == {"kind", "seq", "bytes", "size", "seconds"}
+    assert (progress["kind"], progress["seq"]) == ("upload", call.seq("recording_file"))
     assert progress["size"] == call.size
-    assert 0 <= progress["bytes"] <= call.size
+    assert 0 <= progress["bytes"] <= call.size and progress["seconds"] >= 0
     notify.wait_for("uploaded 1 recording")
     # Not before the next poll in five minutes, but now.
     wait_until(lambda: "uploaded 1 recording" in running.state()["sentence"], 5, "the end")
     assert running.state()["progress"] is None
+
+
+def test_state_file_shows_how_far_a_drain_is(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    go_on: list[bool] = []
+
+    def hold_the_third(request: Request) -> None:
+        if len(frontend.of_kind("entries")) == 3:
+            wait_until(lambda: go_on, 60, "the test to look")
+
+    frontend.on_entries = hold_the_third
+    backend.enqueue_many(5)
+    running = agent(SYNC_BATCH_SIZE=1, SYNC_TIMEOUT_SEC=60)
+    try:
+        progress = wait_until(lambda: running.state()["progress"], what="progress")
+        state = wait_until(
+            lambda: running.state()["inflight"] and running.state(), what="a request under way"
+        )
+    finally:
+        go_on.append(True)
+    assert set(progress) == {"kind", "entries", "seconds"}
+    assert progress["kind"] == "drain" and 0 <= progress["entries"] <= 2
+    assert state and state["inflight"] == 1
+    running.wait_sentence("sent 5 entries")
+    assert running.state()["progress"] is None and running.state()["inflight"] == 0
 
 
 def test_without_a_runtime_directory_there_is_no_state_file_and_all_works(

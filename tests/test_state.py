@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-import re
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +15,7 @@ import serversync
 from agent import PYTHON, REPOSITORY, Agent, AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply
-from ledger import dead, failures, let_hours_pass
+from ledger import dead, failures, let_hours_pass, receipts
 from pg import Database
 from waiting import wait_until
 
@@ -73,11 +73,12 @@ def make_role(db: Database, *grants: str) -> tuple[str, str]:
     return role, db.cluster.url(db.name, user=role)
 
 
-def run_line(text: str) -> str:
-    """The statement that a message says one has to run."""
-    found = re.search(r"((?:create schema|grant) [^\n;]+)", text)
-    assert found, text
-    return found[1]
+def do_as_told(agent: AgentFactory, db: Database, refused: str, url: str) -> None:
+    """The command that the message says one has to run, by somebody who may."""
+    assert "run: sudo serversync setup" in refused
+    admin_url = db.cluster.url(db.name, user="postgres")
+    done = agent.once("setup", "--admin-url", admin_url, DATABASE_URL=url)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # -- the schema ----------------------------------------------------------------------------------
@@ -120,14 +121,13 @@ def test_role_that_may_not_make_the_schema_gets_the_line_that_helps(
     refused = agent.once(command, DATABASE_URL=url)
     assert refused.returncode == 78
     assert role in refused.stderr and "Traceback" not in refused.stderr
-    with db.admin() as admin:
-        admin.execute(run_line(refused.stderr))
+    do_as_told(agent, db, refused.stderr, url)
     assert agent.once(DATABASE_URL=url).returncode == 0
     assert not db.pending()
     assert backend.upload_status(call)[0] == "uploaded"
 
 
-def test_role_that_may_not_mark_entries_gets_the_grant_that_helps(
+def test_role_that_may_not_mark_entries_gets_the_line_that_helps(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
     role, url = make_role(
@@ -140,7 +140,7 @@ def test_role_that_may_not_mark_entries_gets_the_grant_that_helps(
     refused = agent.once(DATABASE_URL=url)
     assert refused.returncode == 78
     assert not frontend.requests
-    db.execute(run_line(refused.stderr))
+    do_as_told(agent, db, refused.stderr, url)
     assert agent.once(DATABASE_URL=url).returncode == 0
     assert frontend.seqs() == [seq] and role in refused.stderr
 
@@ -458,32 +458,49 @@ def prune(agent: AgentFactory, **overrides: object) -> tuple[int, int]:
     return first, again
 
 
+def prune_all(agent: AgentFactory) -> int:
+    """Prune as often as the agent would without a pause; when it is due again."""
+    for _ in range(6):
+        again = prune(agent)[1]
+        if again > 2:
+            return again
+    raise AssertionError("it never ends")
+
+
 def age(db: Database, seqs: list[int], days: float) -> None:
+    params = {"days": days, "seqs": seqs}
     db.execute(
         "UPDATE sync_outbox SET created_at = created_at - %(days)s * interval '1 day',"
         " processed_at = processed_at - %(days)s * interval '1 day' WHERE id = ANY (%(seqs)s)",
-        {"days": days, "seqs": seqs},
+        params,
+    )
+    db.execute(
+        "UPDATE serversync.deliveries SET started_at = started_at - %(days)s * interval '1 day'"
+        " WHERE last_seq = ANY (%(seqs)s)",
+        params,
     )
 
 
 def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(
     agent: AgentFactory, backend: Backend, db: Database
 ) -> None:
+    first = backend.enqueue()
+    assert agent.once().returncode == 0
     old, recent = backend.enqueue(), backend.enqueue()
     assert agent.once().returncode == 0
     pending = backend.enqueue()
-    age(db, [old, pending], 4000)
+    age(db, [first, old, pending], 4000)
+    assert 200 < prune(agent, SYNC_RETENTION_DAYS=0)[0] <= 300  # not in the first five minutes
     db.execute(
         "INSERT INTO serversync.deliveries (kind, first_seq, last_seq, entries, bytes, outcome,"
-        " started_at, duration_ms) VALUES ('entries', 1, 1, 1, 1, 'old', '2020-01-01', 1)"
+        " started_at, duration_ms) VALUES ('entries', %s, %s, 1, 1, 'old', '2020-01-01', 1)",
+        (old, old),
     )
-    first, again = prune(agent)
-    assert 200 < first <= 300  # not in the first five minutes
-    assert 86000 < again <= 86400  # and then once a day
+    assert 86000 < prune_all(agent) <= 86400  # and then once a day
     kept = [row[0] for row in db.rows("SELECT id FROM sync_outbox ORDER BY id")]
     assert kept == [recent, pending]
     # The old receipt was the last one written, but pruning goes by time.
-    assert "old" not in [row[0] for row in db.rows("SELECT outcome FROM serversync.deliveries")]
+    assert db.rows("SELECT outcome, last_seq FROM serversync.deliveries") == [("sent", recent)]
 
 
 def test_pruning_goes_in_chunks_of_a_thousand(
@@ -494,22 +511,57 @@ def test_pruning_goes_in_chunks_of_a_thousand(
     age(db, list(range(first, last + 1)), 40)
     assert prune(agent)[1] <= 2
     assert db.value("SELECT count(*) FROM sync_outbox") == 500
+    # What tells how far the old rows reach stays until they are gone.
+    assert len(receipts(db)) == 2
     assert prune(agent, SYNC_RETENTION_DAYS=0)[1] <= 0  # keep: nothing happens
     assert db.value("SELECT count(*) FROM sync_outbox") == 500
+    prune_all(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == 0 and receipts(db) == []
+
+
+def test_receipts_are_pruned_although_every_day_brings_old_rows(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    for _ in range(3):
+        seq = backend.enqueue()
+        assert agent.once().returncode == 0
+        age(db, [seq], 40)
+        backend.enqueue()
+        assert agent.once().returncode == 0
+        prune_all(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 3
+
+
+def test_rows_of_dead_letters_are_pruned_and_the_letters_stay(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    entity = str(uuid.uuid4())
+    frontend.rejected[entity] = "SCHEMA"
+    old = backend.enqueue(entity_id=entity)
+    assert agent.once().returncode == 1
+    age(db, [old], 40)
+    db.execute("UPDATE serversync.dead_letters SET created_at = created_at - interval '40 days'")
+    backend.enqueue()
+    assert agent.once().returncode == 0
+    prune_all(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == 1
+    assert list(dead(db)) == [old]
 
 
 def test_pruning_waits_while_the_clock_is_earlier_than_the_last_receipt(
     agent: AgentFactory, backend: Backend, db: Database
 ) -> None:
-    seq = backend.enqueue()
+    old = backend.enqueue()
     assert agent.once().returncode == 0
-    age(db, [seq], 40)
-    db.execute("UPDATE serversync.deliveries SET started_at = now() + interval '1 day'")
-    prune(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == 1
-    db.execute("UPDATE serversync.deliveries SET started_at = now()")
-    prune(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == 0
+    last = backend.enqueue()
+    assert agent.once().returncode == 0
+    age(db, [old], 40)
+    age(db, [last], -1)
+    prune_all(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 2
+    age(db, [last], 1)
+    prune_all(agent)
+    assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 1
 
 
 # -- serversync.enqueue --------------------------------------------------------------------------

@@ -1,0 +1,912 @@
+"""The admin interface: real processes, real sockets, dead letters that a frontend made."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import http.client
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import Agent, AgentFactory, NotifySocket, agent_env, run_once
+from backend import Backend
+from frontend import Frontend, Reply
+from pg import Cluster, Database
+from proxy import Proxy
+from waiting import wait_until
+from web import CHANGING, Activation, Got, Web, read_answer, start_admin
+
+MESSAGE = {
+    *("id", "original_topic", "error_message", "retry_count", "max_retries", "payload", "status"),
+    *("created_at", "updated_at", "last_retry_at", "outbox_id", "entity_id", "error_code"),
+    *("http_status", "attempts"),
+}
+PAGES = (
+    "INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,"
+    " error_code, error_message, attempts, created_at) SELECT n, 'schedule', gen_random_uuid(),"
+    " '{}', '{}', 'BAD_REQUEST', 'no', 1, now() - n * interval '1 minute'"
+    " FROM generate_series(1, 45) n"
+)
+WAITING = (
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+    " AND wait_event_type = 'Lock' AND query LIKE '%dead_letters%'"
+)
+REJECTED = Reply(400, body={"error": "this is not wanted"})
+TOKEN = "a-long-token-of-the-administrators"
+READS = ("/", "/healthz", "/readyz", "/metrics", "/api/v1/status", "/api/v1/history", "/api/v1/dlq")
+
+
+@pytest.fixture(scope="module")
+def standing(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Agent, Web, Database]]:
+    """One process for what needs no data of its own; its database knows no dead letters."""
+    database = Database(cluster)
+    backend = Backend(database, tmp_path_factory.mktemp("standing"))
+    env = agent_env(database, None, backend, FRONTEND_BASE_URL="http://127.0.0.1:9")
+    assert run_once(env).returncode == 0
+    with Agent(env, args=("admin", "--listen", "127.0.0.1:0")) as process:
+        yield process, Web(process.wait_log("listens on").split()[-1]), database
+    database.drop()
+
+
+@pytest.fixture
+def web(standing: tuple[Agent, Web, Database]) -> Iterator[Web]:
+    """A client of the standing process, which no test may harm."""
+    process, client, _ = standing
+    before = len(process.log())
+    yield client
+    assert client.ask("/healthz").status == 200, process.log()
+    assert "Traceback" not in process.log()[before:]
+
+
+@pytest.fixture
+def outer() -> str:
+    """An address of this machine that others could reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+def bury(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, payloads: list[dict[str, Any]]
+) -> list[str]:
+    """Entries that the frontend rejects; the ids of their dead letters, in order."""
+    entities = [str(uuid.uuid4()) for _ in payloads]
+    for entity, payload in zip(entities, payloads, strict=True):
+        frontend.poison[entity] = REJECTED
+        backend.enqueue("schedule", payload, entity)
+    assert agent.once().returncode == 1
+    rows = backend.db.rows("SELECT entity_id::text, id::text FROM serversync.dead_letters")
+    return [dict(rows)[entity] for entity in entities]
+
+
+def sockets_of(process: Agent) -> int:
+    """How many sockets a process has open."""
+    count = 0
+    for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += os.readlink(fd).startswith("socket:")
+    return count
+
+
+def unharmed(process: Agent, web: Web) -> None:
+    assert web.ask("/healthz").status == 200
+    assert "Traceback" not in process.log()
+
+
+# -- what there is to see --------------------------------------------------------------------------
+
+
+def test_every_read_answers_with_what_the_agent_has_left(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    (name,) = bury(agent, frontend, backend, [{"id": "x", "title": "a rejected one"}])
+    backend.enqueue()
+    running = agent()
+    running.wait_sentence("sent 1 entry")
+    _, web = start_admin(agent, runtime_dir=running.runtime_dir)
+
+    page = web.ask("/")
+    assert page.status == 200
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert page.text.startswith("<!doctype html>")
+    assert web.ask("/healthz").json == {"status": "ok"}
+    ready = web.ask("/readyz")
+    assert (ready.status, ready.json) == (200, {"ready": True, "reasons": []})
+    metrics = web.ask("/metrics")
+    assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert 'serversync_dead_letters{status="PENDING"} 1\n' in metrics.text
+    status = web.ask("/api/v1/status").json
+    assert (status["agent"]["state"], status["agent"]["pid"]) == ("running", running.pid)
+    assert status["database"] == {"ok": True, "error": None}
+    assert status["dead_letters"]["PENDING"] == 1
+    assert status["outbox"]["pending"] == 0
+    history = web.ask("/api/v1/history").json
+    assert len(history) == 96
+    assert sum(slot["entries"] for slot in history) == 1
+    assert web.ask("/api/v1/dlq").json["topics"] == [
+        {"topic": "schedule", "total": 1, "pending": 1, "retrying": 0, "resolved": 0, "dead": 0}
+    ]
+    listed = web.ask("/api/v1/dlq/schedule").json
+    assert listed["pagination"] == {
+        "total_count": 1, "page": 1, "page_size": 20, "has_next": False
+    }  # fmt: skip
+    single = web.ask(f"/api/v1/dlq/messages/{name}").json
+    for message in (listed["messages"][0], single):
+        assert message.keys() >= MESSAGE
+        assert message["id"] == name
+        assert message["payload"] == {"id": "x", "title": "a rejected one"}
+        assert (message["status"], message["http_status"]) == ("PENDING", 400)
+
+
+def test_head_gets_the_same_head_without_the_body(web: Web) -> None:
+    for path in ("/", "/healthz"):
+        whole, head = web.ask(path), web.ask(path, "HEAD")
+        assert (head.status, head.body) == (200, b"")
+        assert int(head.headers["Content-Length"]) == len(whole.body)
+
+
+def test_every_answer_carries_the_protecting_headers(web: Web) -> None:
+    answers = [*map(web.ask, READS), web.ask("/no"), web.raw(b"no\r\n\r\n"), web.ask("/", "POST")]
+    for got in answers:
+        expected = {
+            "Connection": "close",
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Content-Length": str(len(got.body)),
+        }
+        assert expected.items() <= dict(got.headers).items()
+        assert "default-src 'none'" in got.headers["Content-Security-Policy"]
+
+
+def test_page_may_run_its_own_style_and_script_and_nothing_else(web: Web) -> None:
+    page = web.ask("/")
+    rules = dict(rule.split(" ", 1) for rule in page.headers["Content-Security-Policy"].split("; "))
+    for tag in ("style", "script"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page.text, re.S)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert rules.pop(f"{tag}-src") == f"'sha256-{digest}'"
+        assert len(re.findall(rf"<{tag}\b", page.text)) == 1
+    assert rules == {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+
+
+def test_pages_are_newest_first_and_end_where_they_should(
+    standing: tuple[Agent, Web, Database],
+) -> None:
+    _, web, db = standing
+    db.execute(PAGES)
+    seen = []
+    for page in (1, 2, 3, 4):
+        got = web.ask(f"/api/v1/dlq/schedule?page={page}&page_size=20").json
+        assert got["pagination"] == {
+            "total_count": 45, "page": page, "page_size": 20, "has_next": page < 3
+        }  # fmt: skip
+        seen += [message["outbox_id"] for message in got["messages"]]
+    assert seen == list(range(1, 46))
+    for path in ("schedule?page=1000000000&page_size=100", "other", "%73chedule?page=9&x=&x=2"):
+        got = web.ask(f"/api/v1/dlq/{path}")
+        assert (got.status, got.json["messages"]) == (200, [])
+    db.execute("DELETE FROM serversync.dead_letters")
+
+
+def test_page_numbers_that_cannot_be_are_refused(web: Web) -> None:
+    wrong = ["0", "-1", "+1", "1.0", "1e3", "x", "", "%00", "1%20", "9" * 400, "1000000001"]
+    queries = [f"page={number}" for number in wrong]
+    queries += [f"page_size={number}" for number in ("0", "101", "-20", "x", "99999999999999999")]
+    queries += ["page=%D9%A3", "page=1&page=0", "&".join(f"x{n}=1" for n in range(500))]
+    got = {query: web.ask(f"/api/v1/dlq/schedule?{query}").error for query in queries}
+    assert got == dict.fromkeys(queries, (400, "SYS_DLQ_VALIDATION_ERROR"))
+
+
+# -- what a person may do --------------------------------------------------------------------------
+
+
+def test_retry_delivers_and_a_second_one_is_a_conflict(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    (name,) = bury(agent, frontend, backend, [{"n": 1}])
+    process, web = start_admin(agent)
+    got = web.post(f"/api/v1/dlq/messages/{name}/retry")
+    assert got.status == 200
+    assert got.json.keys() == {"id", "status", "message"}
+    assert (got.json["id"], got.json["status"]) == (name, "RETRYING")
+    again = web.post(f"/api/v1/dlq/messages/{name}/retry")
+    assert again.error == (409, "SYS_DLQ_CONFLICT")
+    frontend.poison.clear()
+    assert agent.once().returncode == 0
+    assert len(frontend.store) == 1
+    assert web.ask(f"/api/v1/dlq/messages/{name}").json["status"] == "RESOLVED"
+    assert web.post(f"/api/v1/dlq/messages/{name}/retry").error == (409, "SYS_DLQ_CONFLICT")
+    lines = process.lines("POST")
+    assert len(lines) == 3
+    assert f"127.0.0.1: POST /api/v1/dlq/messages/{name}/retry: 200 entry" in lines[0]
+    assert all("/retry: 409 " in line for line in lines[1:])
+
+
+def test_retry_wakes_the_running_agent(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    (name,) = bury(agent, frontend, backend, [{"n": 1}])
+    agent().wait_sentence("idle")
+    frontend.poison.clear()
+    _, web = start_admin(agent)
+    assert web.post(f"/api/v1/dlq/messages/{name}/retry").status == 200
+    frontend.wait(lambda: frontend.store, 20, "the retried entry")
+
+
+def test_retry_beyond_the_limit_or_of_what_was_overtaken_is_a_conflict(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    used_up, overtaken = bury(agent, frontend, backend, [{"n": 1}, {"n": 2}])
+    query = "UPDATE serversync.dead_letters SET status = 'DEAD', retry_count = 3 WHERE id = %s"
+    db.execute(query, (used_up,))
+    query = "SELECT entity_id::text FROM serversync.dead_letters WHERE id = %s"
+    backend.enqueue("schedule", {"n": 3}, db.value(query, (overtaken,)))
+    _, web = start_admin(agent)
+    for name, why in ((used_up, "3 retries"), (overtaken, "newer")):
+        got = web.post(f"/api/v1/dlq/messages/{name}/retry")
+        assert got.error == (409, "SYS_DLQ_CONFLICT")
+        assert why in got.json["error"]["message"]
+
+
+def test_retry_all_puts_back_what_can_be_and_counts_the_rest(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    names = bury(agent, frontend, backend, [{"n": n} for n in range(5)])
+    query = "UPDATE serversync.dead_letters SET status = 'DEAD', retry_count = 3 WHERE id = %s"
+    db.execute(query, (names[1],))
+    _, web = start_admin(agent)
+    assert web.post(f"/api/v1/dlq/messages/{names[0]}/retry").status == 200
+    got = web.post("/api/v1/dlq/schedule/retry-all")
+    assert got.status == 200
+    assert (got.json["retried"], got.json["refused"]) == (3, 1)
+    assert "3 entries" in got.json["message"]
+    assert web.post("/api/v1/dlq/other/retry-all").json["retried"] == 0
+    frontend.poison.clear()
+    assert agent.once().returncode == 0
+    assert len(frontend.store) == 4
+    (topic,) = web.ask("/api/v1/dlq").json["topics"]
+    assert (topic["resolved"], topic["dead"], topic["total"]) == (4, 1, 5)
+
+
+def test_delete_removes_a_letter_once_and_takes_it_out_of_the_queue(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    gone, under_way = bury(agent, frontend, backend, [{"n": 1}, {"n": 2}])
+    process, web = start_admin(agent)
+    got = web.delete(f"/api/v1/dlq/messages/{gone}")
+    assert got.status == 200
+    assert got.json["success"] is True
+    assert got.json.keys() == {"success", "message"}
+    assert web.delete(f"/api/v1/dlq/messages/{gone}").error == (404, "SYS_DLQ_NOT_FOUND")
+    assert web.ask(f"/api/v1/dlq/messages/{gone}").error == (404, "SYS_DLQ_NOT_FOUND")
+    assert web.post(f"/api/v1/dlq/messages/{gone}/retry").error == (404, "SYS_DLQ_NOT_FOUND")
+    assert web.post(f"/api/v1/dlq/messages/{under_way}/retry").status == 200
+    got = web.delete(f"/api/v1/dlq/messages/{under_way}")
+    assert "in the queue" in got.json["message"]
+    assert len(process.lines("DELETE")) == 3
+
+
+def test_reading_leaves_no_line_in_the_log(standing: tuple[Agent, Web, Database]) -> None:
+    process, web, _ = standing
+    before = process.log()
+    for path in (*READS, "/no/such/path"):
+        web.ask(path)
+    assert process.log() == before
+
+
+def test_ids_that_are_none_are_refused(web: Web) -> None:
+    for name in ("1", "x" * 36, f"{uuid.uuid4()}x", "%00", "retry-all", str(uuid.uuid4())[:-1]):
+        path = f"/api/v1/dlq/messages/{name}"
+        expected = (400, "SYS_DLQ_VALIDATION_ERROR")
+        assert web.ask(path).error == expected
+        assert web.delete(path).error == expected
+        assert web.post(f"{path}/retry").error == expected
+
+
+# -- who may ask -----------------------------------------------------------------------------------
+
+
+def test_stranger_to_our_host_names_is_turned_away_even_when_reading(web: Web) -> None:
+    mine = socket.gethostname()
+    port = web.address.split(":")[-1].strip("/")
+    good = ["localhost", f"LOCALHOST:{port}", "127.0.0.1", f"127.0.0.1:{port}", "[::1]:9847"]
+    good += [mine, f"{mine}.local:80"]
+    bad = [
+        "evil.example",
+        f"evil.example:{port}",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+    ]
+    bad += [
+        "",
+        ":",
+        "192.0.2.77",
+        "[::2]",
+        "127.0.0.2",
+        "localhost@evil.example",
+        "a b",
+        "[",
+        "::1",
+    ]
+    bad += ["localhost:x", "localhost,evil.example", "localhost:1:2"]
+    assert {host: web.ask("/healthz", host=host).status for host in good} == dict.fromkeys(
+        good, 200
+    )
+    assert {host: web.ask("/healthz", host=host).status for host in bad} == dict.fromkeys(bad, 421)
+    got = web.ask("/api/v1/dlq/schedule/retry-all", "POST", CHANGING, host="evil.example")
+    assert got.status == 421
+
+
+def test_changing_request_needs_the_header_and_our_own_origin(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    (name,) = bury(agent, frontend, backend, [{"n": 1}])
+    _, web = start_admin(agent)
+    host = web.address.removeprefix("http://").strip("/")
+    foreign = [
+        {},
+        {"Origin": f"http://{host}"},
+        CHANGING | {"Origin": "http://evil.example"},
+        CHANGING | {"Origin": "null"},
+        CHANGING | {"Origin": ""},
+        CHANGING | {"Origin": f"http://{host}.evil.example"},
+        CHANGING | {"Origin": "http://127.0.0.1:1"},
+        {"Content-Type": "application/x-www-form-urlencoded", "Sec-Fetch-Site": "cross-site"},
+    ]
+    for method, path in (("POST", f"messages/{name}/retry"), ("DELETE", f"messages/{name}")):
+        for headers in foreign:
+            got = web.ask(f"/api/v1/dlq/{path}", method, headers, host=host)
+            assert got.error == (403, "SYS_FORBIDDEN"), headers
+    assert db.value("SELECT status FROM serversync.dead_letters") == "PENDING"
+    own = CHANGING | {"Origin": f"http://{host}"}
+    assert web.ask(f"/api/v1/dlq/messages/{name}", "DELETE", own, host=host).status == 200
+
+
+def test_other_address_without_a_token_is_refused_at_the_start(
+    agent: AgentFactory, outer: str
+) -> None:
+    for listen in (f"{outer}:0", "0.0.0.0:0"):
+        refused = agent.once("admin", "--listen", listen)
+        assert refused.returncode == 78, refused
+        assert "SYNC_ADMIN_TOKEN_FILE" in refused.stderr
+
+
+def test_other_address_on_a_socket_of_systemds_without_a_token_only_says_so(
+    agent: AgentFactory, outer: str
+) -> None:
+    with Activation(agent, outer) as activation:
+        for path in (*READS, "/no"):
+            got = activation.web.ask(path, host=outer)
+            assert got.error == (503, "SYS_CONFIG")
+            assert "SYNC_ADMIN_TOKEN_FILE" in got.json["error"]["message"]
+
+
+def test_other_address_answers_who_knows_the_token(
+    agent: AgentFactory, outer: str, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    process, web = start_admin(agent, "0.0.0.0:0", SYNC_ADMIN_TOKEN_FILE=token)
+    local = Web(web.address.replace("0.0.0.0", "127.0.0.1"))
+    other = Web(web.address.replace("0.0.0.0", outer))
+
+    def ask(authorization: str | None) -> Got:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        return other.ask("/healthz", headers=headers, host=outer)
+
+    def basic(text: str) -> str:
+        return f"Basic {base64.b64encode(text.encode()).decode()}"
+
+    wrong = [None, "", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN]
+    wrong += [basic("root:no"), basic(TOKEN), basic(f"{TOKEN}:"), "Basic ?", "Basic \xff"]
+    wrong += [f"Digest {TOKEN}", "Bearer \xe4", f"Basic {TOKEN}"]
+    for authorization in wrong:
+        got = ask(authorization)
+        assert got.error == (401, "SYS_UNAUTHORIZED"), authorization
+        assert got.headers["WWW-Authenticate"] == 'Basic realm="serversync"'
+    for authorization in (f"Bearer {TOKEN}", f"bearer {TOKEN}", basic(f"root:{TOKEN}")):
+        assert ask(authorization).status == 200
+    assert other.ask("/api/v1/dlq/x/retry-all", "POST", CHANGING, host=outer).status == 401
+    assert local.ask("/healthz").status == 200
+    # What is wrong with the configuration is nobody's business there.
+    process.update_env(agent.env(SYNC_BATCH_SIZE="secret-value", SYNC_ADMIN_TOKEN_FILE=token))
+    wait_until(lambda: local.ask("/healthz").status == 503, what="the new configuration")
+    assert "secret-value" in local.ask("/healthz").text
+    assert other.ask("/healthz", host=outer).error == (503, "SYS_CONFIG")
+    assert "secret-value" not in other.ask("/", host=outer).text
+    assert TOKEN not in process.log()
+
+
+def test_unix_socket_is_for_its_group_and_is_removed_at_the_end(
+    agent: AgentFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "admin.sock"
+    for _ in range(2):  # the second one finds what a killed one has left
+        process, web = start_admin(agent, str(path))
+        assert web.ask("/healthz").status == 200
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        web.post("/api/v1/dlq/schedule/retry-all")
+        assert process.lines(f"uid {os.getuid()}: POST /api/v1/dlq/schedule/retry-all")
+        in_use = agent.once("admin", "--listen", str(path))
+        assert in_use.returncode == 78
+        assert "in use" in in_use.stderr
+        process.kill()
+    process, _ = start_admin(agent, str(path))
+    assert process.stop()[0] == 0
+    assert not path.exists()
+    path.write_text("somebody's file")
+    assert agent.once("admin", "--listen", str(path)).returncode == 78
+    assert path.read_text() == "somebody's file"
+
+
+def test_ipv6_loopback_needs_no_token(agent: AgentFactory) -> None:
+    _, web = start_admin(agent, "[::1]:0")
+    assert web.address.startswith("http://[::1]:")
+    assert web.ask("/healthz", host="[::1]:9847").status == 200
+    assert web.ask("/healthz", host="[0:0::1]").status in (200, 421)
+
+
+def test_listen_address_that_cannot_be_is_refused_in_words(agent: AgentFactory, web: Web) -> None:
+    taken = web.address.removeprefix("http://").strip("/")
+    for listen in ("nonsense", "127.0.0.1:99999", taken, "/no/such/directory/x"):
+        refused = agent.once("admin", "--listen", listen)
+        assert refused.returncode in (2, 78), (listen, refused)
+        assert listen in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_secrets_are_never_shown(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, proxy: Proxy
+) -> None:
+    url = db.url_through(proxy.port, password="hunter2-of-the-database")
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = Reply(400, body={"error": "Authorization: Bearer abcdef-secret-1"})
+    payload = {"note": "password=secret-2 ", "apiToken": "secret-3", "in": ["Bearer secret-4-abc"]}
+    backend.enqueue("schedule", payload, entity)
+    assert agent.once(DATABASE_URL=url, SYNC_TOKEN="secret-5-of-ours").returncode == 1
+    process, web = start_admin(agent, DATABASE_URL=url, SYNC_TOKEN="secret-5-of-ours")
+    (message,) = web.ask("/api/v1/dlq/schedule").json["messages"]
+    paths = [*READS, "/api/v1/dlq/schedule", f"/api/v1/dlq/messages/{message['id']}"]
+    shown = "".join(web.ask(path).text for path in paths if path != "/")
+    proxy.refuse()
+    proxy.cut()
+    shown += "".join(web.ask(path).text for path in paths if path != "/") + process.log()
+    assert re.findall(r"hunter2|secret-\d", shown) == []
+
+
+# -- requests that are none ------------------------------------------------------------------------
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+MALFORMED = [
+    HEAD + b"Host: localhost\r\n\r\n",
+    HEAD + b"Host: evil.example\r\n\r\n",
+    HEAD + b"X-A: b\r\n c\r\n\r\n",
+    HEAD + b" c\r\n\r\n",
+    HEAD + b"X-A: b\nX-C: d\r\n\r\n",
+    HEAD + b"X-A: b\rX-C: d\r\n\r\n",
+    HEAD + b"X-A: b\0\r\n\r\n",
+    HEAD + b"X-A\r\n\r\n",
+    HEAD + b"X-A : b\r\n\r\n",
+    HEAD + b": b\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    HEAD + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
+    HEAD + b"Content-Length: 1, 1\r\n\r\nh",
+    HEAD + b"Content-Length: -1\r\n\r\n",
+    HEAD + b"Content-Length: +1\r\n\r\nh",
+    HEAD + b"Content-Length: 0x1\r\n\r\nh",
+    HEAD + b"Content-Length: " + b"9" * 500 + b"\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    HEAD + b"Authorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost : localhost\r\n\r\n",
+    b"GET /healthz HTTP/1.1\nHost: localhost\n\n",
+    b"GET  /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /health z HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET http://evil.example/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /healthz HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    b"GET /healthz\r\n\r\n",
+    b"get /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /\0 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /caf\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\r\n" + HEAD + b"\r\n",
+    b"\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+]
+
+
+def test_what_could_be_read_in_two_ways_is_no_request(web: Web) -> None:
+    got = {data: web.raw(data).error for data in MALFORMED}
+    assert got == dict.fromkeys(MALFORMED, (400, "SYS_BAD_REQUEST"))
+
+
+def test_second_request_on_a_connection_is_never_answered(web: Web) -> None:
+    delete = f"DELETE /api/v1/dlq/messages/{uuid.uuid4()} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    got = web.raw(HEAD + b"\r\n" + delete.encode())  # read_answer: nothing follows
+    assert got.status == 200
+    got = web.raw(HEAD + b"Content-Length: 5\r\n\r\nhello" + delete.encode())
+    assert got.status == 200
+
+
+def test_head_that_is_too_large_is_refused_and_a_large_one_is_not(web: Web) -> None:
+    assert web.ask("/healthz", headers={"Cookie": "x" * 15_000}).status == 200
+    assert web.ask("/healthz", headers={"Cookie": "\xfc" * 7_000}).status == 200
+    assert web.ask("/healthz", headers={"Cookie": "x" * 20_000}).status == 431
+    assert web.ask("/" + "x" * 15_000).status == 404
+
+
+def test_body_is_not_wanted_and_does_no_harm(web: Web) -> None:
+    body = b"x" * 60_000
+    head = b"POST /api/v1/dlq/schedule/retry-all HTTP/1.1\r\nHost: localhost\r\n"
+    got = web.raw(head + b"Content-Length: 60000\r\n\r\n" + body)
+    assert got.error == (403, "SYS_FORBIDDEN")
+    got = web.raw(
+        head + b"Transfer-Encoding: chunked\r\n\r\n" + b"ea60\r\n" + body + b"\r\n0\r\n\r\n"
+    )
+    assert got.error == (403, "SYS_FORBIDDEN")
+
+
+def test_tricks_with_paths_end_in_an_error(web: Web) -> None:
+    dlq = "/api/v1/dlq/"
+    paths = ["//", "///healthz", "/.", "/..", "/../etc/passwd", "/%2e%2e/etc/passwd", "/healthz/"]
+    paths += ["/./healthz", "/healthz/.", "/api/v1/../../healthz", "/api//v1/status", "/%68ealthz"]
+    paths += ["/api/v1/status/", "/API/v1/status", "/api/v1/%73tatus", "/healthz;x", "/healthz#x"]
+    paths += ["/healthz%00", "/healthz%20", "/api/v1", "/api/v1/dlq/messages/", dlq]
+    paths += [dlq + "..", dlq + "%2e%2e", dlq + "%2E", dlq + "...", dlq + "%20", dlq + "%00"]
+    paths += [dlq + "a%00b", dlq + "%ff", dlq + "%c3", dlq + "a%2fb", dlq + "%2e%2e%2fetc"]
+    paths += [dlq + "x" * 31, dlq + "%78" * 31, dlq + "%0a", dlq + "a%0d%0aX-A:b", dlq + "a/b/c"]
+    paths += [dlq + "messages/x/y", dlq + f"messages/{uuid.uuid4()}", dlq + "messages/..%2f"]
+    paths += [dlq + "%ed%a0%80", "/" + "a/" * 5000, "/" + "%" * 5000, "/\\..\\etc", "/~root"]
+    got = {path: web.ask(path).status for path in paths}
+    assert {path: status for path, status in got.items() if status not in (400, 404)} == {}
+    assert web.ask(dlq + "x" * 30).status == 200
+    assert web.ask(dlq + "caf%C3%A9").status == 200
+    assert web.ask("/healthz?").status == 200
+
+
+def test_other_method_is_told_what_is_allowed(web: Web) -> None:
+    name = uuid.uuid4()
+    for path, methods, allowed in (
+        ("/", ("POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PROPFIND"), "GET, HEAD"),
+        ("/api/v1/status", ("POST", "OPTIONS"), "GET, HEAD"),
+        (f"/api/v1/dlq/messages/{name}", ("POST", "PUT", "OPTIONS"), "GET, DELETE, HEAD"),
+        (f"/api/v1/dlq/messages/{name}/retry", ("GET", "HEAD", "DELETE", "OPTIONS"), "POST"),
+        ("/api/v1/dlq/schedule/retry-all", ("GET", "HEAD", "OPTIONS"), "POST"),
+        ("/api/v1/dlq/messages/retry-all", ("POST",), "GET, DELETE, HEAD"),
+    ):
+        for method in methods:
+            got = web.ask(path, method, CHANGING)
+            assert (got.status, got.headers["Allow"]) == (405, allowed), (path, method)
+            assert "Access-Control-Allow-Origin" not in got.headers
+
+
+# -- what is missing -------------------------------------------------------------------------------
+
+
+def test_bad_configuration_is_answered_and_its_repair_needs_no_restart(agent: AgentFactory) -> None:
+    process, web = start_admin(agent, SYNC_BATCH_SIZE="many", SYNC_RETRY_MAX="-1")
+    for path in (*READS[1:], "/no"):
+        got = web.ask(path)
+        assert got.error == (503, "SYS_CONFIG"), path
+        for name in ("SYNC_BATCH_SIZE", "SYNC_RETRY_MAX"):
+            assert name in got.json["error"]["message"]
+    page = web.ask("/")
+    assert page.status == 503
+    assert page.headers["Content-Type"] == "text/plain; charset=utf-8"
+    assert "SYNC_BATCH_SIZE must be a whole number" in page.text
+    assert web.post("/api/v1/dlq/schedule/retry-all").error == (503, "SYS_CONFIG")
+    assert "SYNC_BATCH_SIZE" in process.log()
+    process.update_env(agent.env())
+    wait_until(lambda: web.ask("/healthz").status == 200, what="the repaired configuration")
+    process.env_file.unlink()
+    wait_until(lambda: web.ask("/healthz").status == 503, what="the missing configuration")
+    assert process.running
+
+
+def test_without_the_database_status_and_page_answer_and_the_rest_says_why(
+    agent: AgentFactory, db: Database, proxy: Proxy
+) -> None:
+    assert agent.once().returncode == 0
+    process, web = start_admin(agent, DATABASE_URL=db.url_through(proxy.port))
+    assert web.ask("/api/v1/dlq").status == 200
+    proxy.refuse()
+    assert web.ask("/").status == 200
+    assert web.ask("/healthz").status == 200
+    status = web.ask("/api/v1/status")
+    assert (status.status, status.json["database"]["ok"]) == (200, False)
+    assert status.json["database"]["error"]
+    ready = web.ask("/readyz")
+    assert (ready.status, ready.json["ready"]) == (503, False)
+    assert any("database" in reason for reason in ready.json["reasons"])
+    assert "serversync_database_up 0\n" in web.ask("/metrics").text
+    for path in ("/api/v1/dlq", "/api/v1/dlq/schedule", "/api/v1/history"):
+        assert web.ask(path).error == (503, "SYS_UNAVAILABLE")
+    path = f"/api/v1/dlq/messages/{uuid.uuid4()}"
+    assert web.delete(path).error == (503, "SYS_UNAVAILABLE")
+    assert web.post(f"{path}/retry").error == (503, "SYS_UNAVAILABLE")
+    proxy.resume()
+    assert web.ask("/api/v1/dlq").status == 200
+    unharmed(process, web)
+
+
+@pytest.mark.slow
+def test_database_that_falls_silent_keeps_a_worker_for_seconds_only(
+    agent: AgentFactory, db: Database, proxy: Proxy
+) -> None:
+    assert agent.once().returncode == 0
+    _, web = start_admin(agent, DATABASE_URL=db.url_through(proxy.port))
+    with ThreadPoolExecutor(4) as pool, db.connect(autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE serversync.dead_letters")
+        answers = [pool.submit(web.ask, "/api/v1/dlq") for _ in range(4)]
+        wait_until(lambda: db.value(WAITING) == 4, what="four statements that wait")
+        proxy.silent()
+        assert web.ask("/healthz").status == 200
+        errors = [answer.result().error for answer in answers]
+    assert errors == [(503, "SYS_UNAVAILABLE")] * 4
+
+
+def test_before_the_agent_has_ever_run_it_says_what_is_missing(agent: AgentFactory) -> None:
+    process, web = start_admin(agent)
+    got = web.ask("/api/v1/dlq")
+    assert got.error == (503, "SYS_UNAVAILABLE")
+    assert "schema serversync" in got.json["error"]["message"]
+    assert web.ask("/api/v1/status").status == 200
+    assert web.ask("/readyz").status == 503
+    unharmed(process, web)
+
+
+def test_ready_follows_the_agent_and_the_frontend(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    _, web = start_admin(agent, runtime_dir=running.runtime_dir)
+    assert web.ask("/readyz").status == 200
+    frontend.stop()
+    backend.enqueue_many(5)
+
+    def outage() -> bool:
+        got = web.ask("/readyz")
+        return got.status == 503 and "outage (entries)" in got.json["reasons"][0]
+
+    wait_until(outage, what="the outage as a reason")
+    assert running.stop()[0] == 0
+    got = web.ask("/readyz")
+    assert (got.status, got.json["reasons"]) == (503, ["the agent is stopped"])
+
+
+def test_error_of_our_own_shows_no_details_and_is_logged(agent: AgentFactory, db: Database) -> None:
+    assert agent.once().returncode == 0
+    process, web = start_admin(agent)
+    db.execute("ALTER TABLE serversync.dead_letters RENAME COLUMN status TO was_status")
+    got = web.ask("/api/v1/dlq")
+    assert got.error == (500, "SYS_DLQ_INTERNAL_ERROR")
+    assert "status" not in got.text
+    assert "Traceback" in process.log()
+    assert web.ask("/healthz").status == 200
+
+
+# -- load and slowness -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_thousand_parallel_requests_are_all_answered_by_a_few_threads(
+    agent: AgentFactory, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    process, web = start_admin(agent)
+    port = int(web.address.split(":")[-1].strip("/"))
+    assert web.ask("/api/v1/dlq").status == 200
+    before = process.rss_peak_kib()
+    paths = ["/healthz"] * 9 + ["/api/v1/dlq"]
+
+    async def ask(path: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        return answer.partition(b"\r\n")[0]
+
+    async def ask_all() -> list[bytes]:
+        return await asyncio.gather(*(ask(paths[n % 10]) for n in range(1000)))
+
+    lines = asyncio.run(asyncio.wait_for(ask_all(), 200))
+    assert lines == [b"HTTP/1.1 200 OK"] * 1000
+    assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) <= 5
+    assert process.rss_peak_kib() - before < 16 * 1024
+    assert sockets_of(process) < 10
+
+
+def test_slow_requests_end_in_time_and_the_agent_does_not_notice(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    agent().wait_sentence("idle")
+    process, web = start_admin(agent)
+    slow = [web.connect() for _ in range(4)]
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.2):
+            for connection in slow:
+                with contextlib.suppress(OSError):
+                    connection.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        backend.enqueue()
+        frontend.wait(lambda: frontend.store, 20, "the entry")
+        started = time.monotonic()
+        assert web.ask("/healthz").status == 200  # behind all of the four
+        assert time.monotonic() - started < 30
+    finally:
+        stop.set()
+        thread.join()
+    assert [read_answer(connection).status for connection in slow] == [408] * 4
+    unharmed(process, web)
+
+
+def test_client_that_does_not_read_keeps_its_worker_for_seconds_only(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, tmp_path: Path
+) -> None:
+    (name,) = bury(agent, frontend, backend, [{"text": "x" * 1_000_000}])
+    process, web = start_admin(agent, str(tmp_path / "admin.sock"))
+    path = f"/api/v1/dlq/messages/{name}"
+    assert len(web.ask(path).json["payload"]["text"]) == 1_000_000
+    before = sockets_of(process)
+    stuck = [web.connect() for _ in range(4)]
+    for connection in stuck:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert web.ask("/healthz").status == 200
+    wait_until(lambda: sockets_of(process) == before, 60, "the end of all of them")
+    for connection in stuck:
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            read_answer(connection)
+    unharmed(process, web)
+
+
+def test_connections_that_send_nothing_are_closed_without_an_answer(agent: AgentFactory) -> None:
+    process, web = start_admin(agent)
+    with web.connect() as silent, web.connect() as gone:
+        gone.shutdown(socket.SHUT_WR)
+        assert gone.recv(1) == b""
+        assert silent.recv(1) == b""
+    for _ in range(50):
+        web.connect().close()
+    unharmed(process, web)
+
+
+# -- its life --------------------------------------------------------------------------------------
+
+
+def test_process_ends_when_idle_and_the_next_request_finds_another(agent: AgentFactory) -> None:
+    with Activation(agent, "127.0.0.1", "--idle", "0.2") as activation:
+        for number in (1, 2):
+            assert activation.web.ask("/healthz").status == 200
+            assert len(activation.started) == number
+            assert activation.started[-1].wait() == 0
+
+
+def test_process_with_its_own_socket_stays(agent: AgentFactory) -> None:
+    process, web = start_admin(agent, "127.0.0.1:0", "--idle", "0.05")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.process.wait(1)
+    assert web.ask("/healthz").status == 200
+
+
+def test_hundreds_of_requests_around_the_idle_limit_are_all_answered(agent: AgentFactory) -> None:
+    idle = 0.1
+    with (
+        Activation(agent, "127.0.0.1", "--idle", str(idle)) as activation,
+        ThreadPoolExecutor(20) as pool,
+    ):
+
+        def ask(at: float) -> int:
+            time.sleep(max(0.0, at - time.monotonic()))
+            return activation.web.ask("/healthz").status
+
+        answered = []
+        for number in range(16):
+            start = time.monotonic()
+            if number % 4:
+                # Spread around the moment in which the process stops to accept.
+                moments = [start + idle * each / 10 for each in range(2, 22)]
+            else:
+                if activation.started:
+                    activation.started[-1].wait()
+                moments = [start] * 20
+            answered += list(pool.map(ask, moments))
+        assert answered == [200] * 320
+        ended = [each.returncode for each in activation.started if not each.running]
+        assert len(ended) >= 3
+        assert set(ended) == {0}
+
+
+def test_stop_finishes_the_requests_at_hand(
+    agent: AgentFactory, db: Database, notify: NotifySocket
+) -> None:
+    assert agent.once().returncode == 0
+    process, web = start_admin(agent, notify=notify)
+    notify.wait_for("READY=1")
+    with ThreadPoolExecutor(2) as pool, db.connect(autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE serversync.dead_letters")
+        answers = [pool.submit(web.ask, "/api/v1/dlq") for _ in range(2)]
+        wait_until(lambda: db.value(WAITING) == 2, what="both requests at the database")
+        process.signal(signal.SIGTERM)
+        notify.wait_for("STOPPING=1")
+        blocker.rollback()
+        assert [answer.result().status for answer in answers] == [200, 200]
+    assert process.wait() == 0
+
+
+def test_stop_of_an_activated_process_leaves_the_waiting_to_the_next(agent: AgentFactory) -> None:
+    with Activation(agent) as activation:
+        assert activation.web.ask("/healthz").status == 200
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(activation.web.ask, "/healthz") for _ in range(100)]
+            activation.started[0].signal(signal.SIGTERM)
+            assert [answer.result().status for answer in answers] == [200] * 100
+        assert activation.started[0].wait() == 0
+
+
+def test_watchdog_is_fed_while_nobody_asks_and_while_it_is_not_configured(
+    agent: AgentFactory, notify: NotifySocket
+) -> None:
+    process, _ = start_admin(agent, notify=notify, SYNC_BATCH_SIZE="many", WATCHDOG_USEC=400_000)
+    notify.wait_for("READY=1")
+    wait_until(lambda: len(notify.values("WATCHDOG")) >= 3, what="three pings")
+    assert process.stop()[0] == 0
+    notify.wait_for("STOPPING=1")
+
+
+def test_systemds_own_activation_starts_it(agent: AgentFactory) -> None:
+    activate = shutil.which("systemd-socket-activate")
+    if activate is None:
+        pytest.skip("systemd-socket-activate is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = agent(
+        args=("admin", "--idle", "0.2"), prefix=(activate, "-l", f"127.0.0.1:{port}", "--")
+    )
+    process.wait_log("Listening on")
+    assert Web(f"http://127.0.0.1:{port}/").ask("/healthz").json == {"status": "ok"}
+    assert process.wait() == 0

@@ -1,0 +1,311 @@
+"""The Debian package, unpacked: what is in it, lintian's opinion, and that it is reproducible."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import serversync
+from agent import REPOSITORY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+DEBIAN = REPOSITORY / "packaging" / "debian"
+UNITS = "usr/lib/systemd/system"
+
+
+def run(*words: str | Path, **environ: str) -> str:
+    done = subprocess.run(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environ},
+        check=False,
+    )
+    assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Of all processes of the test run: apt does not wait for another apt."""
+    with (REPOSITORY / "packaging" / "deps.sh").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def install_missing(*packages: str) -> None:
+    script = f"cd {REPOSITORY}; . packaging/deps.sh; install_missing {' '.join(packages)}"
+    with alone():
+        run("bash", "-euc", script)
+
+
+def build(directory: Path, umask: str = "022", **environ: str) -> Path:
+    """By packaging/build, as it is in this tree."""
+    script = f'umask {umask}; exec "$0" --worktree "$1"'
+    with alone():
+        said = run("sh", "-c", script, REPOSITORY / "packaging" / "build", directory, **environ)
+    deb = Path(said.splitlines()[-1])
+    assert deb.name == f"serversync_{serversync.__version__}_all.deb"
+    assert (directory / "serversync.deb").resolve() == deb.resolve()
+    return deb
+
+
+@pytest.fixture(scope="module")
+def deb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def tree(deb: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package unpacked, its scripts below DEBIAN."""
+    directory = tmp_path_factory.mktemp("package") / "tree"
+    run("dpkg-deb", "-R", deb, directory)
+    return directory
+
+
+def sections(unit: Path) -> Mapping[str, list[str]]:
+    """Each key of a unit with its values, in order."""
+    found: dict[str, list[str]] = {}
+    for line in unit.read_text().splitlines():
+        key, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def test_two_builds_by_different_people_are_the_same_bytes(deb: Path, tmp_path: Path) -> None:
+    home = tmp_path / "somebody"
+    home.mkdir()
+    stranger = {
+        "TZ": "Asia/Tokyo",
+        "HOME": str(home),
+        "LC_ALL": "C",
+        "LANG": "de_DE.UTF-8",
+        "USER": "somebody",
+        "SOURCE_DATE_EPOCH": "1",
+        "DEB_BUILD_OPTIONS": "noddebs parallel=4",
+        "TMPDIR": str(tmp_path),
+    }
+
+    again = build(tmp_path / "dist", "077", **stranger)
+
+    first, second = (hashlib.sha256(path.read_bytes()).hexdigest() for path in (deb, again))
+    assert first == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "somebody"]
+    assert list(home.iterdir()) == []
+
+
+def test_lintian_has_nothing_to_say(deb: Path) -> None:
+    install_missing("lintian")
+
+    said = run("lintian", "--pedantic", "--allow-root", "--fail-on=error,warning,pedantic", deb)
+
+    assert said.strip() == ""
+
+
+def test_the_version_is_the_program_s_everywhere(deb: Path) -> None:
+    changelog = DEBIAN / "changelog"
+    newest = re.search(r"^serversync \((.*?)\)", changelog.read_text())
+    assert newest and newest[1] == serversync.__version__
+    assert run("dpkg-deb", "-f", deb, "Version").strip() == serversync.__version__
+    told = re.search(r"^## \[(.*?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
+    assert told and told[1] == serversync.__version__
+
+
+def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path) -> None:
+    files = {
+        str(path.relative_to(tree))
+        for path in tree.rglob("*")
+        if path.is_file() and path.relative_to(tree).parts[0] != "DEBIAN"
+    }
+    doc = "usr/share/doc/serversync"
+
+    assert files == {
+        "etc/serversync.env",
+        "usr/bin/serversync",
+        f"{UNITS}/serversync.service",
+        f"{UNITS}/serversync-admin.service",
+        f"{UNITS}/serversync-admin.socket",
+        "usr/lib/sysusers.d/serversync.conf",
+        "usr/lib/tmpfiles.d/serversync.conf",
+        "usr/share/bash-completion/completions/serversync",
+        f"{doc}/CHANGELOG.md",
+        f"{doc}/README.md.gz",
+        f"{doc}/changelog.gz",
+        f"{doc}/copyright",
+        f"{doc}/examples/serversync.env",
+        f"{doc}/examples/serversync.json",
+        f"{doc}/examples/serversync.rules.yml",
+        "usr/share/man/man8/serversync.8.gz",
+        "usr/share/python3/runtime.d/serversync.rtupdate",  # compiles it for a newer Python
+        "usr/share/serversync/serversync.py",
+    }
+    assert (tree / "DEBIAN" / "conffiles").read_text() == "/etc/serversync.env\n"
+    assert run("dpkg-deb", "-f", deb, "Architecture").strip() == "all"
+    # Only the launcher is parsed at each start; the program is compiled once, by the target.
+    assert len((tree / "usr/bin/serversync").read_text().splitlines()) < 10
+    assert "py3compile -p serversync" in (tree / "DEBIAN" / "postinst").read_text()
+
+
+def test_the_configuration_is_the_tree_s_and_the_full_sample_has_every_key(tree: Path) -> None:
+    conffile = (tree / "etc/serversync.env").read_text()
+    assert conffile == (REPOSITORY / "etc" / "serversync.env").read_text()
+    assert serversync.parse_env_file(conffile) == {}
+
+    sample = (tree / "usr/share/doc/serversync/examples/serversync.env").read_text()
+    shown = dict(re.findall(r"^#([A-Z_]+)=(.*)$", sample, re.M))
+    options = [option.metadata for option in serversync.OPTIONS]
+    assert shown == {option["name"]: option["default"] or "" for option in options}
+    assert serversync.parse_env_file(sample) == {}
+
+
+def test_the_service_s_unit_is_as_the_design_wants_it(tree: Path) -> None:
+    unit = sections(tree / UNITS / "serversync.service")
+    wanted = {
+        "Type": "notify",
+        "Restart": "always",
+        "RestartPreventExitStatus": str(serversync.EX_CONFIG),
+        "StartLimitIntervalSec": "0",
+        "ExecStart": "/usr/bin/serversync run",
+        "User": "serversync",
+        "ReadWritePaths": "-/opt/virtual-voicebot",
+        "LoadCredential": "token:/etc/serversync.token",
+        "SetCredential": "token:\\n",
+        "RuntimeDirectory": "serversync",
+    }
+    assert {key: unit[key] for key in wanted} == {key: [value] for key, value in wanted.items()}
+    # The defaults of the program fit the unit's watchdog.
+    least = 2 * max(serversync.DB_DEADLINE, 30)
+    assert int(unit["WatchdogSec"][0]) > least
+    for key in ("Requires", "Wants", "BindsTo", "PartOf", "EnvironmentFile"):
+        assert key not in unit
+    assert "postgresql.service" in unit["After"][0]
+
+
+def test_each_line_of_hardening_has_its_reason(tree: Path) -> None:
+    for name in ("serversync.service", "serversync-admin.service"):
+        text = (tree / UNITS / name).read_text()
+        lines = text[text.index("# --- What it may not do") :].splitlines()[1:]
+        commented = False
+        for line in lines:
+            if line.startswith("[Install]"):
+                break
+            if line.startswith("#"):
+                commented = True
+            elif not line:
+                commented = False
+            else:
+                assert commented, (name, line)
+
+
+def test_the_admin_interface_is_shipped_disabled_and_may_write_nothing(tree: Path) -> None:
+    socket = sections(tree / UNITS / "serversync-admin.socket")
+    service = sections(tree / UNITS / "serversync-admin.service")
+
+    assert socket["ListenStream"] == [serversync.ADMIN_LISTEN]
+    assert socket["TriggerLimitIntervalSec"] == socket["StartLimitIntervalSec"] == ["0"]
+    assert service["StartLimitIntervalSec"] == ["0"]
+    assert "Restart" not in service and "ReadWritePaths" not in service
+    postinst = (tree / "DEBIAN" / "postinst").read_text()
+    assert not re.search(r"was-enabled 'serversync-admin.*\n.*\n.*was-enabled defaults", postinst)
+    assert not re.search(r"deb-systemd-invoke (\S+ )?start.*serversync-admin", postinst)
+    agent = sections(tree / UNITS / "serversync.service")
+    for key, value in agent.items():
+        if key.startswith(("Protect", "Private", "SystemCall", "Memory", "Capability")):
+            assert service.get(key) == value, key
+
+
+@pytest.mark.parametrize("script", ["postinst", "prerm", "postrm"])
+def test_the_maintainer_scripts_are_plain_posix_shell(tree: Path, script: str) -> None:
+    run("dash", "-n", tree / "DEBIAN" / script)
+    install_missing("shellcheck")
+    own = (DEBIAN / script).read_text()
+    assert own.count("#DEBHELPER#") == 1
+    run("shellcheck", "-s", "sh", DEBIAN / script)
+
+
+# --- packaging/release ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """This tree, committed somewhere else, with a CHANGELOG.md that is ready for a release."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    script = """
+        git -c safe.directory="$PWD" ls-files -z -co --exclude-standard |
+            while IFS= read -r -d "" file; do [ ! -e "$file" ] || printf "%s\\0" "$file"; done |
+            tar -c --null -T - | tar -x -C "$1"
+    """
+    run("bash", "-euc", f"cd {REPOSITORY}; {script}", "bash", clone)
+    changelog = clone / "CHANGELOG.md"
+    text, version = changelog.read_text(), re.escape(serversync.__version__)
+    changelog.write_text(re.sub(rf"(## \[{version}\] - ).*", r"\g<1>2026-12-24", text, count=1))
+    run("git", "-C", clone, "init", "-q")
+    commit(clone)
+    return clone
+
+
+def commit(clone: Path) -> None:
+    run("git", "-C", clone, "add", "-A")
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.com")
+    run("git", "-C", clone, *who, "commit", "-q", "-m", "a state")
+
+
+def release(clone: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [clone / "packaging" / "release", "--skip-tests"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_release_is_one_command_that_leaves_what_its_checksums_say(clone: Path) -> None:
+    install_missing("lintian", "dpkg-dev", "debhelper", "dh-python")
+
+    done = release(clone)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    dist, version = clone / "packaging" / "dist", serversync.__version__
+    names = {path.name for path in dist.iterdir()}
+    package, source = f"serversync_{version}_all.deb", f"serversync-{version}.tar.gz"
+    assert names == {package, source, "serversync.deb", "SHA256SUMS"}
+    checked = run("sh", "-c", f"cd {dist} && sha256sum -c SHA256SUMS")
+    assert checked.splitlines() == [f"{package}: OK", f"{source}: OK"]
+    assert f"serversync-{version}/serversync.py" in run("tar", "-tf", dist / source)
+    assert run("git", "-C", clone, "status", "--porcelain") == ""
+
+
+MISTAKES = {
+    "not committed": "echo >>serversync.py",
+    "CHANGELOG.md begins with": (
+        "sed -i '0,/^## /s/2026-12-24/unreleased/' CHANGELOG.md; git add -A; {commit}"
+    ),
+    "packaging/debian/changelog says": (
+        "sed -i '1s/(.*)/(9.9)/' packaging/debian/changelog; git add -A; {commit}"
+    ),
+    "is there already": f"git tag v{serversync.__version__}",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_release_that_is_not_ready_is_refused(clone: Path, mistake: str) -> None:
+    commit = "git -c user.name=nobody -c user.email=nobody@example.com commit -q -m mistake"
+    run("bash", "-euc", f"cd {clone}; {MISTAKES[mistake].format(commit=commit)}")
+
+    done = release(clone)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert mistake in done.stderr
+    assert not (clone / "packaging" / "dist").exists()

@@ -1,0 +1,1033 @@
+"""`serversync doctor`: each thing that it looks at, broken on purpose, and mended with its hint."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, run_once, write_env_file
+from backend import Backend, Call
+from frontend import Frontend, Reply
+from ledger import dead, uploads
+from pg import Database
+from proxy import Proxy
+from test_memory import AGENT, COMPILE, python
+from test_tls import SERVER, Authority, Pair, context
+from waiting import wait_until
+
+LOOK = "/api/number-groups"
+GROUPS: dict[str, Any] = {"ok": True, "callerGroups": []}
+MARKER = ".serversync-root"
+TRASH = ".serversync-trash"
+NAMES = [
+    "configuration",
+    "database",
+    "rights",
+    "schema",
+    "index",
+    "trigger",
+    "notify",
+    "frontend",
+    "token",
+    "certificate",
+    "clock",
+    "recordings",
+    "orphans",
+    "missing files",
+    "deletions",
+    "disk",
+    "arrivals",
+    "file urls",
+    "agent",
+    "unit",
+    "memory cgroup",
+    "outage",
+    "backlog",
+    "dead letters",
+]
+# What the machine that runs the tests may lack.
+MACHINE = {"disk", "unit", "memory cgroup"}
+# Not this machine, and refused at once, without asking a name server.
+ELSEWHERE = "http://255.255.255.255"
+DAY = 86400.0
+# Nobody, who may read everything (so the settings and the test's directories) and write nothing.
+NOBODY = (
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
+)
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount, and become another")
+
+
+def in_mounts(script: str) -> tuple[str, ...]:
+    """A command's prefix: mounts of its own, which nobody else sees; gone when it ends."""
+    return ("unshare", "--mount", "sh", "-e", "-c", f'{script}\nexec "$@"', "sh")
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: str
+    text: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `doctor --json` printed; looked through for what each report must be."""
+
+    code: int
+    verdict: str
+    checks: list[Check]
+
+    @staticmethod
+    def of(done: subprocess.CompletedProcess[str]) -> "Report":
+        assert done.stdout, f"it ended with {done.returncode}: {done.stderr}"
+        said = json.loads(done.stdout)
+        report = Report(done.returncode, said["verdict"], [Check(**c) for c in said["checks"]])
+        seen = list(dict.fromkeys(check.name for check in report.checks))
+        assert seen == NAMES, "a check is missing"
+        for check in report.checks:
+            assert check.status in ("ok", "warning", "failed", "skipped"), check
+            assert check.text, check
+            assert bool(check.hint) == (check.status in ("warning", "failed")), check
+        failed, warned = report.named("failed"), report.named("warning")
+        assert report.code == (1 if failed else 0)
+        assert (report.verdict == "all is well") == (not failed and not warned)
+        return report
+
+    def named(self, status: str) -> list[str]:
+        return [check.name for check in self.checks if check.status == status]
+
+    def of_name(self, name: str) -> list[Check]:
+        return [check for check in self.checks if check.name == name]
+
+    def __getitem__(self, name: str) -> Check:
+        (check,) = self.of_name(name)
+        return check
+
+    def expect(self, name: str, status: str, *words: str) -> Check:
+        """The one finding of a check, which says these words."""
+        check = self[name]
+        assert check.status == status, check
+        for word in words:
+            assert word in check.text, check
+        return check
+
+
+Examine = Callable[..., Report]
+
+
+@pytest.fixture
+def examine(agent: AgentFactory, frontend: Frontend) -> Examine:
+    """Runs the doctor beside a running agent, or alone; settings as for an agent."""
+    frontend.pages[LOOK] = GROUPS
+
+    def run(beside: Agent | None = None, prefix: Sequence[str] = (), **settings: Any) -> Report:
+        env = agent.env(**settings)
+        if beside is not None:
+            env["RUNTIME_DIRECTORY"] = str(beside.runtime_dir)
+        return Report.of(run_once(env, args=("doctor", "--json"), prefix=prefix))
+
+    return run
+
+
+@pytest.fixture
+def settled(agent: AgentFactory, backend: Backend) -> Call:
+    """A database that an agent has prepared, and a call that it has delivered."""
+    call = backend.end_call(events=0, seconds=0.1)
+    assert agent.once().returncode == 0
+    assert not call.directory.exists()
+    return call
+
+
+def probed(agent: Agent) -> Any:
+    """What a running agent says of the recordings directory, once it has looked."""
+    return wait_until(lambda: agent.state()["recordings"], what="its look at the directory")
+
+
+def old_call(backend: Backend, name: str, age: float, size: int = 1000) -> Path:
+    """A recording on the disk that was never enqueued."""
+    directory = backend.recordings_dir / name
+    directory.mkdir()
+    (directory / "mixed.wav").write_bytes(bytes(size))
+    for path in (directory / "mixed.wav", directory):
+        os.utime(path, (time.time() - age,) * 2)
+    return directory
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def test_a_healthy_installation_is_well(
+    agent: AgentFactory, frontend: Frontend, examine: Examine, settled: Call
+) -> None:
+    date = formatdate(usegmt=True)
+    frontend.pages[LOOK] = Reply(headers={"Date": date}, body=GROUPS)
+    running = agent()
+    probed(running)
+
+    report = examine(running)
+
+    assert report.code == 0, report
+    assert set(report.named("failed") + report.named("warning")) <= MACHINE, report
+    assert set(report.named("skipped")) <= {"certificate", "unit"}, report
+    report.expect("agent", "ok", "running since")
+    report.expect("recordings", "ok", "as the running agent sees it")
+    assert {request.method for request in frontend.of_kind("other")} == {"GET"}
+
+
+def test_the_text_has_a_line_and_a_hint_for_each_finding_and_a_verdict(
+    agent: AgentFactory, frontend: Frontend, examine: Examine, settled: Call, db: Database
+) -> None:
+    db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+    report = examine()
+
+    done = agent.once("doctor")
+
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[-1] == report.verdict
+    at = lines.index("warning  trigger: serversync_wake is disabled: polling only")
+    assert lines[at + 1].strip() == "alter table sync_outbox enable trigger serversync_wake;"
+    assert "\033" not in done.stdout
+    assert done.stderr == ""
+    assert lines[-1].startswith("1 check failed, 1 warning")  # no agent runs
+
+
+def test_a_check_that_breaks_does_not_end_the_others(
+    examine: Examine, settled: Call, db: Database
+) -> None:
+    db.execute("DROP TABLE serversync.uploads CASCADE")
+
+    report = examine()
+
+    report.expect("deletions", "failed", "cannot be checked")
+    report.expect("memory cgroup", report["memory cgroup"].status)
+    report.expect("trigger", "ok")
+
+
+MANY_ROWS = """
+    WITH pending AS (
+        INSERT INTO sync_outbox (entity_type, entity_id, payload)
+        SELECT 'recording_file', gen_random_uuid(),
+               jsonb_build_object('filePath', 'storage/recordings/pending-' || n || '/mixed.wav')
+        FROM generate_series(1, %(count)s) n)
+    INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,
+                                         error_code, error_message, attempts)
+    SELECT 1000000 + n, 'recording_file', gen_random_uuid(),
+           jsonb_build_object('filePath', 'storage/recordings/dead-' || n || '/mixed.wav'), '{}',
+           'BAD_REQUEST', 'no', 1
+    FROM generate_series(1, %(count)s) n
+"""
+MANY_DIRECTORIES = """
+    cp -a {root}/.serversync-root /tmp/marker.$$
+    mount -t tmpfs none {root}
+    mv /tmp/marker.$$ {root}/.serversync-root
+    cd {root}
+    for kind in pending dead orphan
+    do seq -f "$kind-%.0f" {count} | xargs mkdir
+    done
+    ls | xargs touch -d '2 days ago'
+    cd /
+"""
+
+
+@needs_root
+@pytest.mark.slow
+def test_memory_stays_flat_with_very_many_directories_letters_and_rows(
+    agent: AgentFactory, settled: Call, backend: Backend, db: Database, tmp_path: Path
+) -> None:
+    compile_it = [str(REPOSITORY / PYTHON), "-c", COMPILE, str(REPOSITORY / PROGRAM)]
+    subprocess.run([*compile_it, tmp_path / "serversync.pyc"], check=True)
+    peaks = []
+    for count in (10, 100_000):
+        db.execute("DELETE FROM sync_outbox; DELETE FROM serversync.dead_letters")
+        db.execute(MANY_ROWS, {"count": count})
+        script = MANY_DIRECTORIES.format(root=backend.recordings_dir, count=count)
+        env = agent.env(SYNC_FILE_GRACE_SEC=0)
+        done = python(AGENT, str(tmp_path), "doctor", env=env, prefix=in_mounts(script))
+        peaks.append(done[1])
+    assert peaks[1] <= 1.1 * peaks[0], peaks
+
+
+# -- configuration --------------------------------------------------------------------------------
+
+
+def test_a_bad_configuration_fails_with_each_problem_and_the_rest_is_skipped(
+    examine: Examine,
+) -> None:
+    report = examine(SYNC_BATCH_SIZE="many", SYNC_TIMEOUT_SECS=3, DATABASE_URL=None)
+
+    problems = report.of_name("configuration")
+    assert {check.status for check in problems} == {"failed"}
+    text = " ".join(check.text for check in problems)
+    for name in ("SYNC_BATCH_SIZE", "SYNC_TIMEOUT_SECS", "DATABASE_URL"):
+        assert name in text
+    assert "/etc/serversync.env" in problems[0].hint
+    assert report.named("skipped") == NAMES[1:]
+    assert "configuration" in report["database"].text
+
+
+def test_each_setting_is_shown_with_its_origin_and_no_secret(
+    agent: AgentFactory, db: Database, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("top-secret-token\n")
+    url = db.url.replace("voicebot@", "voicebot:hidden-word@") + "?application_name=x"
+    in_file = agent.env(DATABASE_URL=url, SYNC_TOKEN_FILE=token, SYNC_BATCH_SIZE=7)
+    settings = tmp_path / "settings"
+    settings.write_text("".join(f'{name}="{value}"\n' for name, value in in_file.items()))
+    env = {"SYNC_RETRY_MAX": "5"}
+
+    for form in ((), ("--json",)):
+        args = ("--env-file", str(settings), "doctor", *form)
+        done = run_once(env, args=args, env_file=False)
+
+        assert "top-secret-token" not in done.stdout + done.stderr
+        assert "hidden-word" not in done.stdout + done.stderr
+    found = {c.text.split(":")[0]: c.text for c in Report.of(done).of_name("configuration")}
+    assert "SYNC_BATCH_SIZE 7" in found["from file"]
+    assert "DATABASE_URL" in found["from file"] and db.name in found["from file"]
+    assert "SYNC_RETRY_MAX 5" in found["from environment"]
+    assert "SYNC_RETRY_HOURS 24" in found["from default"]
+    assert "SYNC_TOKEN (not shown)" in found["from file"]
+
+
+def test_a_credential_is_named_as_the_tokens_origin(examine: Examine, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("top-secret-token\n")
+
+    found = examine(CREDENTIALS_DIRECTORY=tmp_path).of_name("configuration")
+
+    assert "from credential: SYNC_TOKEN (not shown)" in [check.text for check in found]
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user may read and write."""
+    with tempfile.TemporaryDirectory(prefix="serversync-public-") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+@needs_root
+def test_what_only_root_can_read_fails_although_root_asks(
+    agent: AgentFactory, public: Path
+) -> None:
+    """The agent's user could not read it either: typed as root, the doctor becomes that user."""
+    token = public / "token"
+    token.write_text("some-token\n")
+    token.chmod(0o600)
+    settings = write_env_file(public / "settings", agent.env(SYNC_TOKEN_FILE=token))
+    running = agent(prefix=NOBODY, runtime_dir=public)
+    wait_until(lambda: running.state()["pid"], what="the agent's state")
+
+    args = ("--env-file", str(settings), "doctor", "--json")
+    done = run_once({"RUNTIME_DIRECTORY": str(public)}, args=args, env_file=False)
+
+    Report.of(done).expect("configuration", "failed", str(token), "Permission denied")
+
+
+# -- database -------------------------------------------------------------------------------------
+
+
+def test_no_database_fails_and_what_needs_it_is_skipped(examine: Examine, proxy: Proxy) -> None:
+    proxy.stop()
+
+    report = examine(DATABASE_URL=f"postgresql://voicebot@127.0.0.1:{proxy.port}/voicebot")
+
+    assert "pg_lsclusters" in report.expect("database", "failed", "not there").hint
+    for name in ("rights", "schema", "notify", "orphans", "deletions", "backlog", "dead letters"):
+        report.expect(name, "skipped", "database")
+    report.expect("frontend", "ok")
+
+
+def test_a_silent_database_fails_within_a_limit(
+    examine: Examine, proxy: Proxy, db: Database
+) -> None:
+    proxy.silent()
+
+    report = examine(DATABASE_URL=db.url_through(proxy.port))
+
+    report.expect("database", "failed")
+    report.expect("frontend", "ok")
+
+
+def test_a_database_without_an_outbox_fails(examine: Examine, db: Database) -> None:
+    db.execute("DROP TABLE sync_outbox")
+
+    examine().expect("rights", "failed", "sync_outbox")
+
+
+def test_rights_that_are_missing_are_named_and_given_by_the_hints(
+    examine: Examine, settled: Call, db: Database
+) -> None:
+    db.execute("REVOKE ALL ON sync_outbox, recordings FROM voicebot")
+    db.execute("GRANT SELECT ON sync_outbox TO voicebot")
+
+    found = examine().of_name("rights")
+
+    assert {(check.status, check.hint.split()[0]) for check in found} == {
+        ("failed", "grant"),
+        ("warning", "grant"),
+    }
+    failed = " ".join(check.text for check in found if check.status == "failed")
+    assert "processed_at" in failed and "recordings" in failed
+    warned = " ".join(check.text for check in found if check.status == "warning")
+    assert "delete on sync_outbox" in warned and "insert on sync_outbox" in warned
+
+    for check in found:
+        db.execute(check.hint)
+    examine().expect("rights", "ok", "voicebot")
+
+
+def test_tables_of_the_backend_that_are_missing_are_named_although_ours_stand_in(
+    examine: Examine, settled: Call, db: Database
+) -> None:
+    db.execute("DROP TABLE recordings, system_settings")
+
+    found = examine().of_name("rights")
+
+    assert [check.status for check in found] == ["warning", "warning"]
+    assert "recordings" in found[0].text and "system_settings" in found[1].text
+
+
+def test_no_schema_fails_and_what_needs_it_is_skipped(examine: Examine) -> None:
+    report = examine()
+
+    assert report.expect("schema", "failed").hint == "sudo serversync setup"
+    for name in ("recordings", "orphans", "missing files", "deletions", "file urls"):
+        report.expect(name, "skipped", "schema")
+
+
+def test_a_schema_of_a_newer_program_fails(examine: Examine, settled: Call, db: Database) -> None:
+    db.execute("INSERT INTO serversync.schema_version VALUES (99)")
+
+    assert "apt" in examine().expect("schema", "failed", "99").hint
+
+
+@pytest.mark.parametrize("state", ["gone", "invalid"])
+def test_an_index_that_is_gone_or_invalid_is_mended_by_its_hint(
+    examine: Examine, settled: Call, db: Database, state: str
+) -> None:
+    if state == "gone":
+        db.execute("DROP INDEX sync_outbox_serversync_pending")
+    else:
+        with db.admin() as admin:
+            admin.execute(
+                "UPDATE pg_index SET indisvalid = false "
+                "WHERE indexrelid = 'sync_outbox_serversync_pending'::regclass"
+            )
+
+    check = examine().expect("index", "warning", "not there" if state == "gone" else "not valid")
+
+    for statement in filter(str.strip, check.hint.split(";")):
+        db.execute(statement)
+    examine().expect("index", "ok")
+
+
+@pytest.mark.parametrize("state", ["gone", "disabled"])
+def test_a_trigger_that_is_gone_or_disabled_is_mended_by_its_hint(
+    examine: Examine, settled: Call, db: Database, state: str
+) -> None:
+    if state == "gone":
+        db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
+    else:
+        db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+
+    check = examine().expect("trigger", "warning", "not there" if state == "gone" else "disabled")
+
+    db.execute(check.hint)
+    examine().expect("trigger", "ok")
+
+
+def test_a_notification_that_cannot_be_sent_is_no_round_trip(
+    examine: Examine, settled: Call, db: Database
+) -> None:
+    with db.admin() as admin:
+        admin.execute("REVOKE EXECUTE ON FUNCTION pg_catalog.pg_notify FROM public")
+
+    report = examine()
+
+    assert report["notify"].status in ("warning", "failed"), report["notify"]
+    report.expect("frontend", "ok")
+
+
+def test_an_agent_that_lost_its_connection_does_not_listen(
+    agent: AgentFactory, examine: Examine, settled: Call, db: Database, proxy: Proxy
+) -> None:
+    running = agent(DATABASE_URL=db.url_through(proxy.port))
+    wait_until(lambda: running.state()["listening"], what="an agent that listens")
+    examine(running).expect("notify", "ok")
+
+    proxy.refuse()
+    proxy.cut()
+    wait_until(lambda: not running.state()["listening"], what="an agent that does not listen")
+
+    examine(running).expect("notify", "warning", "does not listen")
+
+
+# -- the frontend ---------------------------------------------------------------------------------
+
+
+def test_a_frontend_that_is_down_fails_and_what_needs_it_is_skipped(
+    examine: Examine, frontend: Frontend
+) -> None:
+    frontend.stop()
+
+    report = examine()
+
+    assert "curl" in report.expect("frontend", "failed", "cannot be reached").hint
+    report.expect("token", "skipped")
+    report.expect("clock", "skipped")
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (Reply(body="<html>Welcome to the hotel</html>"), "not our frontend"),
+        (Reply(body={"status": "up"}), "not our frontend"),
+        (Reply(302, {"Location": "/login"}), "redirect"),
+        (Reply(404, body="<html>"), "wrong base URL"),
+        (Reply(502, body="<html>bad gateway"), "HTTP 502"),
+        (Reply(reset=True), "closed the connection"),
+    ],
+    ids=["captive portal", "another program", "login", "not deployed", "proxy", "reset"],
+)
+def test_an_answer_that_is_not_our_frontends_fails(
+    examine: Examine, frontend: Frontend, reply: Reply, words: str
+) -> None:
+    frontend.pages[LOOK] = reply
+
+    report = examine()
+
+    assert LOOK in report.expect("frontend", "failed", words).hint
+    assert report["token"].status == "skipped" or reply.status == 200
+
+
+def test_a_frontend_that_goes_silent_fails_within_its_limit(
+    examine: Examine, frontend: Frontend
+) -> None:
+    frontend.pages[LOOK] = Reply(stall=60)
+
+    report = examine(SYNC_TIMEOUT_SEC=1)
+
+    report.expect("frontend", "failed", "in time")
+    report.expect("memory cgroup", report["memory cgroup"].status)
+
+
+@pytest.mark.slow
+def test_a_frontend_that_is_very_slow_does_not_cost_the_database_connection(
+    examine: Examine, frontend: Frontend, settled: Call
+) -> None:
+    frontend.pages[LOOK] = Reply(delay=22, body=GROUPS)  # longer than a statement may take
+
+    report = examine()
+
+    for name in ("frontend", "deletions", "orphans", "file urls"):
+        report.expect(name, "ok")
+
+
+def test_a_long_list_is_a_good_answer(examine: Examine, frontend: Frontend) -> None:
+    groups = [{"id": str(n), "phoneNumbers": ["+819012345678"] * 20} for n in range(1000)]
+    frontend.pages[LOOK] = {"ok": True, "callerGroups": groups}
+
+    examine().expect("frontend", "ok")
+
+
+def test_a_token_is_accepted_refused_or_missing(examine: Examine, frontend: Frontend) -> None:
+    examine().expect("token", "ok", "none is set")
+    frontend.require_token = "right-token"
+
+    examine(SYNC_TOKEN="right-token").expect("token", "ok", "accepted")
+    wrong = examine(SYNC_TOKEN="wrong-token")
+    wrong.expect("frontend", "ok")
+    wrong.expect("token", "failed", "401")
+    examine().expect("token", "failed", "none is set")
+
+
+def test_a_token_without_tls_to_another_host_is_a_warning(examine: Examine) -> None:
+    insecure = examine(FRONTEND_BASE_URL=ELSEWHERE, SYNC_TOKEN="some-token")
+
+    insecure.expect("certificate", "warning", "TLS")
+    examine(FRONTEND_BASE_URL=ELSEWHERE).expect("certificate", "skipped", "http")
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca") / "ours", "our CA")
+
+
+def until(days: float) -> tuple[str, str]:
+    """From ten days ago until then, as openssl wants it."""
+    times = (time.gmtime(time.time() + n * DAY) for n in (-10, days))
+    begin, end = (time.strftime("%y%m%d%H%M%SZ", moment) for moment in times)
+    return begin, end
+
+
+@dataclass
+class Secure:
+    """A frontend behind TLS, with whatever certificate."""
+
+    examine: Examine
+    authority: Authority
+    directory: Path
+
+    def report(self, days: float, page: Any = None) -> Report:
+        pair: Pair = self.authority.issue(f"server-{days}", SERVER, until(days))
+        with Frontend(self.directory / f"secure-{days}", tls=context(pair)) as frontend:
+            frontend.pages[LOOK] = page or GROUPS
+            ca = self.authority.ca.cert
+            return self.examine(FRONTEND_BASE_URL=frontend.url, SYNC_CA_FILE=ca)
+
+
+@pytest.fixture
+def secure(examine: Examine, authority: Authority, tmp_path: Path) -> Secure:
+    return Secure(examine, authority, tmp_path)
+
+
+def test_a_certificate_is_good_ends_soon_or_is_over(secure: Secure) -> None:
+    secure.report(days=60.5).expect("certificate", "ok", "60 days")
+
+    soon = secure.report(days=5.5)
+    assert "openssl" in soon.expect("certificate", "warning", "5 days").hint
+    soon.expect("frontend", "ok")
+
+    over = secure.report(days=-1)
+    assert "timedatectl" in over.expect("frontend", "failed", "TLS", "expired").hint
+    over.expect("certificate", "skipped")
+
+
+def test_a_clock_that_is_wrong_is_measured(
+    examine: Examine, frontend: Frontend, secure: Secure
+) -> None:
+    def dated(seconds: float) -> Reply:
+        date = formatdate(time.time() + seconds, usegmt=True)
+        return Reply(headers={"Date": date}, body=GROUPS)
+
+    frontend.pages[LOOK] = dated(0)
+    examine().expect("clock", "ok")
+    frontend.pages[LOOK] = dated(100)
+    assert "timedatectl" in examine().expect("clock", "warning", "behind").hint
+    frontend.pages[LOOK] = dated(-1000)
+    examine().expect("clock", "warning", "ahead of")
+    secure.report(days=60.5, page=dated(-1000)).expect("clock", "failed", "ahead of")
+
+
+# -- recordings -----------------------------------------------------------------------------------
+
+
+def test_a_recordings_directory_that_is_gone_fails(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    shutil.rmtree(backend.recordings_dir)
+
+    report = examine()
+
+    assert str(backend.recordings_dir) in report.expect("recordings", "failed", "No such").hint
+    for name in ("orphans", "missing files", "arrivals"):
+        report.expect(name, "skipped", "not the one we know")
+
+
+@pytest.mark.parametrize("state", ["gone", "another"])
+def test_a_recordings_directory_without_its_marker_fails(
+    examine: Examine, settled: Call, backend: Backend, state: str
+) -> None:
+    marker = backend.recordings_dir / MARKER
+    if state == "gone":
+        marker.unlink()
+    else:
+        marker.write_text("0123456789abcdef0123456789abcdef\n")
+
+    words = "not there" if state == "gone" else "another one"
+    assert "findmnt" in examine().expect("recordings", "failed", MARKER, words).hint
+    assert marker.exists() == (state == "another")
+
+
+def test_a_recordings_directory_that_nobody_marked_stays_unmarked(
+    agent: AgentFactory, examine: Examine, backend: Backend, db: Database
+) -> None:
+    assert agent.once().returncode == 0  # no recording: only the schema is made
+
+    examine().expect("recordings", "skipped", "not marked")
+
+    assert list(backend.recordings_dir.iterdir()) == []
+    assert db.value("SELECT root_id FROM serversync.sender") is None
+
+
+def test_the_doctors_own_look_deletes_for_real_and_leaves_nothing(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    call = old_call(backend, "call", 10)
+    left = backend.recordings_dir / ".serversync-probe-killed"
+    left.mkdir()
+    (left / "probe").touch()
+    os.utime(left, (time.time() - 3600,) * 2)
+
+    text = "the service may see it otherwise"
+    examine().expect("recordings", "ok", "deletable", text)
+
+    names = {path.name for path in backend.recordings_dir.iterdir()}
+    assert names == {MARKER, TRASH, call.name}
+    assert list((backend.recordings_dir / TRASH).iterdir()) == []
+    assert (call / "mixed.wav").exists()
+
+
+@needs_root
+def test_a_directory_that_this_user_may_not_write_to_is_not_deletable(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    root = backend.recordings_dir
+    root.chmod(0o755)
+
+    check = examine(prefix=NOBODY).expect("recordings", "failed", "Permission denied")
+    assert "setup --recordings" in check.hint and str(root) in check.hint
+
+    root.chmod(0o777)
+    (root / TRASH).chmod(0o777)
+    examine(prefix=NOBODY).expect("recordings", "ok", "user 65534")
+
+
+@needs_root
+def test_a_call_that_this_user_may_not_write_to_is_not_deletable(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    root = backend.recordings_dir
+    root.chmod(0o777)
+    (root / TRASH).chmod(0o777)
+    call = old_call(backend, "call of root", 10)
+    call.chmod(0o755)
+
+    examine(prefix=NOBODY).expect("recordings", "failed", "call of root", "755", "65534")
+
+    call.chmod(0o777)
+    examine(prefix=NOBODY).expect("recordings", "ok")
+
+
+@needs_root
+def test_a_sticky_directory_is_not_deletable_by_others(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    root = backend.recordings_dir
+    (root / TRASH).chmod(0o777)
+    old_call(backend, "call", 10).chmod(0o777)
+    root.chmod(0o1777)
+
+    examine(prefix=NOBODY).expect("recordings", "failed", "sticky")
+
+
+@needs_root
+@pytest.mark.parametrize("where", ["trash", "call"])
+def test_a_trash_or_a_call_on_another_device_is_not_deletable(
+    examine: Examine, settled: Call, backend: Backend, where: str
+) -> None:
+    name = TRASH if where == "trash" else old_call(backend, "call", 10).name
+    mount = in_mounts(f"mount -t tmpfs none {backend.recordings_dir / name}")
+
+    check = examine(prefix=mount).expect("recordings", "failed", "another device", name)
+
+    assert "findmnt" in check.hint
+
+
+@needs_root
+def test_a_read_only_mount_of_the_running_agent_alone_is_seen_from_outside(
+    agent: AgentFactory, examine: Examine, settled: Call, backend: Backend
+) -> None:
+    root = backend.recordings_dir
+    script = f"mount --bind {root} {root} && mount -o remount,ro,bind {root}"
+    running = agent(prefix=in_mounts(script))
+    probed(running)
+
+    examine().expect("recordings", "ok")
+    report = examine(running)
+
+    check = report.expect("recordings", "failed", "read-only", "as the running agent sees it")
+    assert "ReadWritePaths" in check.hint
+
+
+def test_what_no_entry_knows_is_counted_and_stays(
+    agent: AgentFactory,
+    frontend: Frontend,
+    examine: Examine,
+    settled: Call,
+    backend: Backend,
+    db: Database,
+) -> None:
+    waiting, given_up, young = (backend.end_call(events=0, seconds=0.1) for _ in range(3))
+    db.execute("DELETE FROM sync_outbox WHERE id = ANY(%s)", (young.seqs,))
+    frontend.on_file = lambda request: (
+        Reply(400, {}, {"error": "no"})
+        if request.file and request.file.recording_id == given_up.recording_id
+        else Reply(503)
+    )
+    agent.once()
+    assert given_up.seq("recording_file") in dead(db)
+    assert waiting.seq("recording_file") in db.pending()
+    for call in (waiting, given_up):
+        os.utime(call.directory, (time.time() - 2 * DAY,) * 2)
+    examine().expect("orphans", "ok", "none")
+
+    strange = ["8HnT2kQ-a3x9..", "with space'and\"quotes", "\udcff\udcfe@10.0.0.1", "plain"]
+    for name in strange:
+        old_call(backend, name, 2 * DAY, size=100_000)
+    check = examine().expect("orphans", "warning", "4 directories", "400.0 kB")
+
+    assert check.hint.startswith("cd ") and "ls" in check.hint
+    assert sum(1 for path in backend.recordings_dir.iterdir() if path.name[0] != ".") == 7
+
+
+def test_a_hostile_name_in_a_hint_runs_nothing_when_it_is_pasted(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    for name in ("token='$(touch pwned)'", "x password=", ";touch pwned;'\n\x1b[2J"):
+        old_call(backend, name, 2 * DAY)
+
+    check = examine().expect("orphans", "warning", "3 directories")
+    pasted = subprocess.run(["sh", "-c", check.hint], capture_output=True, text=True, check=False)
+
+    assert "mixed.wav" in pasted.stdout
+    assert not list(backend.recordings_dir.rglob("pwned"))
+    assert "\x1b" not in check.text + check.hint
+
+
+def test_a_pending_recording_without_its_file_is_named(
+    agent: AgentFactory,
+    frontend: Frontend,
+    examine: Examine,
+    settled: Call,
+    backend: Backend,
+    db: Database,
+) -> None:
+    kept, lost, sent = (backend.end_call(events=0, seconds=0.1) for _ in range(3))
+    shutil.rmtree(lost.directory)
+    shutil.rmtree(sent.directory)
+    uploaded = "UPDATE recordings SET upload_status = 'uploaded' WHERE id = %s"
+    db.execute(uploaded, (sent.recording_id,))
+    examine().expect("missing files", "ok")  # all of them are within the grace time
+
+    check = examine(SYNC_FILE_GRACE_SEC=0).expect("missing files", "warning", "1 pending")
+
+    assert db.rows(check.hint)[0][0] == lost.seq("recording_file")
+    assert kept.directory.exists()
+
+
+def test_a_deletion_that_fails_is_named_with_its_reason(
+    agent: AgentFactory, examine: Examine, settled: Call, backend: Backend, db: Database
+) -> None:
+    call = backend.end_call(events=0, seconds=0.1)
+    assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 0
+    assert uploads(db) == [call.seq("recording_file")]
+    with call.wav.open("ab") as wav:
+        wav.write(b"more")
+    examine().expect("deletions", "ok")
+    agent.once()
+
+    check = examine().expect("deletions", "failed", "1 uploaded recording", "changed")
+
+    assert str(call.directory) in check.hint.replace("'", "")
+
+
+@needs_root
+def test_a_disk_that_fills_is_a_warning_and_then_a_failure(
+    examine: Examine, settled: Call, backend: Backend
+) -> None:
+    def filled(kib: int) -> Report:
+        root = backend.recordings_dir
+        fill = f"head -c {kib}k /dev/zero >{root}/full"
+        return examine(prefix=in_mounts(f"mount -t tmpfs -o size=1000k none {root}\n{fill}"))
+
+    filled(500).expect("disk", "ok", "50 %")
+    filled(900).expect("disk", "warning", "10 %")
+    assert "df -h" in filled(970).expect("disk", "failed", "3 %").hint
+
+
+def test_calls_that_stopped_arriving_are_noticed(
+    examine: Examine, settled: Call, backend: Backend, db: Database
+) -> None:
+    old_call(backend, "today", 2 * 3600)
+    examine().expect("arrivals", "ok")
+
+    db.execute("UPDATE sync_outbox SET created_at = now() - interval '20 hours'")
+    old_call(backend, "going on", 60)
+    found = examine().of_name("arrivals")
+    assert [check.status for check in found] == ["warning", "warning"]
+    assert "newest entry" in found[0].text
+
+    backend.enqueue()
+    examine().expect("arrivals", "warning", "newest recording_file")
+
+
+def test_a_directory_that_only_our_own_deletion_touched_is_no_arrival(
+    agent: AgentFactory, examine: Examine, backend: Backend, db: Database
+) -> None:
+    call = backend.end_call(events=0, seconds=0.1, extra_files=["b_leg.wav"])
+    agent.once()
+    assert [path.name for path in call.directory.iterdir()] == ["b_leg.wav"]
+    os.utime(call.directory, (time.time() - 2 * 3600,) * 2)
+    db.execute("UPDATE sync_outbox SET created_at = now() - interval '3 days'")
+
+    examine().expect("arrivals", "ok")
+
+
+def test_a_file_url_that_only_the_frontend_can_reach_is_a_warning(
+    agent: AgentFactory, frontend: Frontend, examine: Examine, backend: Backend, db: Database
+) -> None:
+    url = "http://localhost:3000/storage/recordings/x/mixed.wav?token=hidden-word"
+    frontend.file_reply = lambda _: {"fileUrl": url}
+    backend.end_call(events=0, seconds=0.1)
+    assert agent.once().returncode == 0
+
+    examine().expect("file urls", "ok")  # the frontend is on this machine, too
+    check = examine(FRONTEND_BASE_URL=ELSEWHERE).expect("file urls", "warning", "localhost")
+    assert "http://localhost:3000/" in check.hint
+    assert "hidden-word" not in check.text + check.hint
+    for host, status in (("web", "warning"), ("[::1]", "warning"), ("files.example", "ok")):
+        db.execute("UPDATE serversync.deliveries SET url = %s", (f"https://{host}/x.wav",))
+        examine(FRONTEND_BASE_URL=ELSEWHERE).expect("file urls", status)
+
+
+# -- the agent and its machine --------------------------------------------------------------------
+
+
+def test_no_agent_fails_and_a_standby_is_a_warning(
+    agent: AgentFactory, examine: Examine, settled: Call
+) -> None:
+    assert "systemctl start" in examine().expect("agent", "failed", "no agent").hint
+
+    first = agent()
+    probed(first)
+    examine(first).expect("agent", "ok", "running since")
+    second = agent()
+    second.wait_sentence("standby")
+
+    examine(second).expect("agent", "warning", "standby")
+
+
+SYSTEMCTL = """#!/bin/sh
+[ "$1" = show ] || exit 9
+cat <<'END'
+{}
+END
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("shown", "status", "words"),
+    [
+        ({}, "ok", "enabled"),
+        ({"UnitFileState": "disabled"}, "warning", "boot"),
+        ({"ActiveState": "failed", "Result": "watchdog"}, "failed", "watchdog"),
+        ({"WatchdogUSec": "0"}, "warning", "watchdog"),
+        ({"NRestarts": "3"}, "warning", "3 times"),
+        ({"LoadState": "not-found", "UnitFileState": ""}, "skipped", "serversync.service"),
+    ],
+    ids=["well", "disabled", "failed", "unwatched", "restarted", "not installed"],
+)
+def test_the_unit_is_as_systemd_shows_it(
+    examine: Examine, tmp_path: Path, shown: dict[str, str], status: str, words: str
+) -> None:
+    """A stand-in speaks for systemd: only a booted machine has a real one."""
+    unit = {
+        "Result": "success",
+        "NRestarts": "0",
+        "WatchdogUSec": "1min",
+        "LoadState": "loaded",
+        "ActiveState": "active",
+        "UnitFileState": "enabled",
+        **shown,
+    }
+    stand_in = tmp_path / "systemctl"
+    stand_in.write_text(SYSTEMCTL.format("\n".join(f"{k}={v}" for k, v in unit.items())))
+    stand_in.chmod(0o755)
+    booted = in_mounts(
+        "mount -t tmpfs none /run && mkdir -p /run/systemd/system\n"
+        f"mount -t tmpfs none /usr/sbin && cp {stand_in} /usr/sbin/"
+    )
+
+    examine(prefix=booted).expect("unit", status, words)
+
+
+@needs_root
+def test_no_systemd_skips_the_unit(examine: Examine) -> None:
+    examine(prefix=in_mounts("mount -t tmpfs none /run")).expect("unit", "skipped", "systemd")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("cgroups", "controllers", "status"),
+    [
+        ("cpu\t1\t1\t1\nmemory\t0\t90\t0\n", "cpuset cpu io pids", "warning"),
+        ("cpu\t1\t1\t1\nmemory\t4\t90\t1\n", None, "ok"),
+        ("cpu\t1\t1\t1\nmemory\t0\t90\t0\n", "cpuset cpu io memory pids", "ok"),
+        ("cpu\t1\t1\t1\n", None, "warning"),
+    ],
+    ids=["disabled", "version 1", "version 2", "absent"],
+)
+def test_a_kernel_without_the_memory_controller_is_a_warning(
+    examine: Examine, tmp_path: Path, cgroups: str, controllers: str | None, status: str
+) -> None:
+    (tmp_path / "cgroups").write_text("#subsys_name\thierarchy\tnum_cgroups\tenabled\n" + cgroups)
+    script = f"mount --bind {tmp_path}/cgroups /proc/cgroups\nmount -t tmpfs none /sys/fs/cgroup"
+    if controllers:
+        script += f"\necho {controllers} >/sys/fs/cgroup/cgroup.controllers"
+
+    check = examine(prefix=in_mounts(script)).expect("memory cgroup", status)
+
+    assert status == "ok" or "cgroup_enable=memory" in check.hint
+
+
+def test_an_outage_now_fails_with_its_reason(
+    agent: AgentFactory, frontend: Frontend, examine: Examine, settled: Call, backend: Backend
+) -> None:
+    frontend.stop()
+    backend.enqueue()
+    running = agent()
+    wait_until(lambda: running.state()["outages"], what="an outage")
+
+    report = examine(running)
+
+    report.expect("outage", "failed", "entries", "cannot be reached")
+    report.expect("agent", "ok")
+
+
+def test_an_old_backlog_is_a_warning(
+    examine: Examine, settled: Call, backend: Backend, db: Database
+) -> None:
+    backend.enqueue()
+    examine().expect("backlog", "ok", "1 pending")
+    db.execute(
+        "UPDATE sync_outbox SET created_at = now() - interval '2 hours' WHERE processed_at IS NULL"
+    )
+
+    examine().expect("backlog", "warning", "1 pending", "2.0 h")
+
+
+def test_dead_letters_are_a_warning_until_they_are_resolved(
+    agent: AgentFactory,
+    frontend: Frontend,
+    examine: Examine,
+    settled: Call,
+    backend: Backend,
+    db: Database,
+) -> None:
+    examine().expect("dead letters", "ok", "none")
+    seq = backend.enqueue()
+    entity = str(db.value("SELECT entity_id FROM sync_outbox WHERE id = %s", (seq,)))
+    frontend.rejected[entity] = "NO"
+    assert agent.once().returncode == 1
+
+    check = examine().expect("dead letters", "warning", "1 entry")
+    assert check.hint == "serversync dlq list"
+
+    db.execute("UPDATE serversync.dead_letters SET status = 'RESOLVED'")
+    examine().expect("dead letters", "ok", "none")

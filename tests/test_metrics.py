@@ -1,0 +1,690 @@
+"""`serversync metrics`: what it prints, what it counts; and the alerts and the dashboard on it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import serversync
+from agent import REPOSITORY, Agent, AgentFactory
+from backend import Backend
+from frontend import Frontend, Reply
+from ledger import hold, let_hours_pass
+from pg import Database
+from waiting import wait_until
+
+RULES = REPOSITORY / "packaging" / "prometheus" / "serversync.rules.yml"
+RULES_TEST = RULES.with_name("serversync.rules.test.yml")
+DASHBOARD = REPOSITORY / "packaging" / "grafana" / "serversync.json"
+UNPACKED = REPOSITORY / ".venv" / "debian"  # by tests/run
+SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z0-9_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
+LABEL = re.compile(r'([a-z0-9_]+)="((?:[^"\\]|\\.)*)"')
+NAME = re.compile(r"\b(?:serversync|outbox)_[a-z_]+")
+
+Sample = tuple[str, ...]  # the name and the values of its labels
+
+
+class Scrape(dict[Sample, float]):
+    """What `serversync metrics` printed: scrape("name", "value of a label")."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                match = SAMPLE.fullmatch(line)
+                assert match, line
+                key = (match[1], *(value for _, value in LABEL.findall(match[2] or "")))
+                assert key not in self, line
+                self[key] = float(match[3])
+
+    def __call__(self, *key: str) -> float:
+        return self[key]
+
+    @property
+    def names(self) -> set[str]:
+        return {key[0] for key in self}
+
+    def series(self, name: str) -> dict[str, float]:
+        """A name's samples by the value of its label."""
+        return {key[1]: value for key, value in self.items() if key[0] == name and len(key) == 2}
+
+    def counted(self) -> dict[Sample, float]:
+        """What may only grow: the samples of counters and histograms."""
+        growing = {name for name, kind in self.types.items() if kind != "gauge"}
+        endings = {name: re.sub(r"_(bucket|sum|count)$", "", name) for name in self.names}
+        names = growing | {name for name, family in endings.items() if family in growing}
+        return {key: value for key, value in self.items() if key[0] in names}
+
+
+def scrape(agent: AgentFactory, running: Agent | None = None, **settings: Any) -> Scrape:
+    """What is printed now; `running`: the agent whose state file is there to be read."""
+    if running is not None:
+        settings["RUNTIME_DIRECTORY"] = running.runtime_dir
+    done = agent.once("metrics", **settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return Scrape(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    found = shutil.which("promtool", path=f"{UNPACKED}:{os.environ['PATH']}")
+    if found is None:
+        pytest.fail("no promtool: tests/run unpacks it from Debian's package prometheus")
+    return found
+
+
+def check(promtool: str, *args: str | Path, stdin: str = "") -> str:
+    done = subprocess.run(
+        [promtool, *args], input=stdin, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def a_bit_of_everything(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> Agent:
+    """Deliveries, a retry, a death and a deletion that fails; then an agent that still runs."""
+    backend.enqueue_many(5)
+    bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
+    frontend.poison[bad] = Reply(500)
+    frontend.rejected[dead] = "SCHEMA"
+    backend.enqueue(entity_id=bad)
+    backend.enqueue(entity_id=dead)
+    backend.end_call()
+    (backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
+    assert agent.once().returncode == 1
+    hold(db)
+    running = agent()
+    running.wait_sentence("idle")
+    return running
+
+
+# -- the text -------------------------------------------------------------------------------------
+
+
+def test_promtool_finds_nothing_to_complain_of_and_every_metric_is_there(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, promtool: str
+) -> None:
+    running = a_bit_of_everything(db, frontend, backend, agent)
+
+    seen = scrape(agent, running)
+
+    assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+    assert list(seen.types) == [name for name, _, _ in serversync.METRICS]
+    assert seen.types == {name: kind for name, kind, _ in serversync.METRICS}
+    assert seen.text.endswith("\n") and "\n\n" not in seen.text
+    for name, kind in seen.types.items():
+        assert re.search(rf"^# HELP {name} \S.+\.\n# TYPE {name} {kind}\n{name}", seen.text, re.M)
+
+
+def test_gauges_say_what_the_database_and_the_disk_say(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    before = time.time()
+    running = a_bit_of_everything(db, frontend, backend, agent)
+    db.execute("update sync_outbox set created_at = now() - interval '1 hour'")
+
+    seen = scrape(agent, running)
+
+    assert seen("serversync_pending_entries") == len(db.pending()) == 1
+    assert 3600 <= seen("serversync_oldest_pending_seconds") < 3900
+    assert seen.series("serversync_waiting_entries") == {"FRONTEND_5XX": 1}
+    letters = {"PENDING": 1, "RETRYING": 0, "RESOLVED": 0, "DEAD": 0}
+    assert seen.series("serversync_dead_letters") == letters
+    assert seen("serversync_deletions_waiting") == seen("serversync_deletions_failed") == 1
+    assert before < seen("serversync_last_success_timestamp_seconds") < time.time()
+    assert before - 1 < seen("serversync_snapshot_timestamp_seconds") < time.time()
+    sizes = [path.stat().st_size for path in backend.recordings_dir.rglob("*") if path.is_file()]
+    assert seen("serversync_recordings_bytes") == sum(sizes)
+    disk = os.statvfs(backend.recordings_dir)
+    assert seen("serversync_disk_size_bytes") == disk.f_blocks * disk.f_frsize
+    assert 0 < seen("serversync_disk_free_bytes") < seen("serversync_disk_size_bytes")
+    (build,) = (key for key in seen if key[0] == "serversync_build_info")
+    assert build[1] == serversync.__version__
+    assert all(re.match(r"\d+\.\d+", version) for version in build[1:]) and len(build) == 5
+
+
+def test_an_untouched_database_counts_zero(db: Database, agent: AgentFactory) -> None:
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    assert seen("serversync_database_up") == 1
+    assert seen("serversync_pending_entries") == seen("serversync_oldest_pending_seconds") == 0
+    assert len(seen.counted()) == 3 + 4 + 1 + (8 + 2) + (10 + 2)
+    assert set(seen.counted().values()) == {0}
+    assert "serversync_last_success_timestamp_seconds" not in seen.names
+
+
+def of_the_database(seen: Scrape) -> set[str]:
+    """The names that only a database can tell."""
+    local = ("up", "database_up", "build_info", "snapshot", "disk", "recordings_bytes")
+    return {
+        name for name in seen.names if not name.startswith(tuple(f"serversync_{n}" for n in local))
+    }
+
+
+@pytest.mark.parametrize("why", ["no server", "no schema yet"])
+def test_without_its_tables_what_is_not_known_is_left_out(
+    db: Database, agent: AgentFactory, promtool: str, why: str
+) -> None:
+    # Port 9: nobody listens there.
+    settings: dict[str, Any] = (
+        {} if why == "no schema yet" else {"DATABASE_URL": "postgresql://127.0.0.1:9/x"}
+    )
+
+    seen = scrape(agent, **settings)
+
+    assert seen("serversync_up") == 0
+    assert seen("serversync_database_up") == 0
+    assert seen("serversync_disk_free_bytes") > 0
+    assert of_the_database(seen) == set()
+    assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+
+
+def test_a_recordings_directory_that_is_not_there_is_left_out(
+    db: Database, agent: AgentFactory, tmp_path: Path
+) -> None:
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent, SYNC_RECORDINGS_DIR=tmp_path / "unmounted")
+
+    assert seen("serversync_database_up") == 1
+    gone = {"serversync_recordings_bytes", "serversync_disk_free_bytes"}
+    assert not seen.names & {*gone, "serversync_disk_size_bytes"}
+
+
+def test_labels_from_outside_are_escaped_and_hold_no_secret(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, promtool: str
+) -> None:
+    bad = str(uuid.uuid4())
+    frontend.poison[bad] = Reply(500)
+    backend.enqueue(entity_id=bad)
+    agent.once()
+    hostile = 'a"} 1\nevil_total{x="\\ Bearer abcdef0123456789 hunter2hunter2 \x01\u2028ä'
+    db.execute("update serversync.failures set error_code = %s", (hostile,))
+
+    seen = scrape(agent, SYNC_TOKEN="hunter2hunter2")
+
+    assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+    assert list(seen.series("serversync_waiting_entries")) == [
+        'a\\"} 1 evil_total{x=\\"\\\\ Bearer *** ***   ä'
+    ]
+    assert "evil_total" not in seen.names
+
+
+def test_a_disk_without_room_for_the_text_is_an_error_that_the_caller_sees(
+    db: Database, agent: AgentFactory
+) -> None:
+    full = ["sh", "-c", 'exec "$@" >/dev/full', "sh"]
+    process = agent(args=["metrics"], prefix=full)
+
+    assert process.wait(60) != 0
+
+
+# -- who is there ---------------------------------------------------------------------------------
+
+
+def test_an_agent_that_ends_is_no_longer_up_and_its_outages_are_no_longer_known(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    seen = scrape(agent, running)
+    assert seen("serversync_up") == seen("serversync_listener_connected") == 1
+    assert seen("outbox_inflight") == 0
+    assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
+    assert seen.series("serversync_outage_seconds") == {"entries": 0, "files": 0}
+
+    running.kill()
+
+    seen = scrape(agent, running)
+    assert seen("serversync_up") == 0
+    unknown = {"outbox_inflight", "serversync_listener_connected", "serversync_outage"}
+    assert not seen.names & {*unknown, "serversync_outage_seconds"}
+
+
+def test_an_agent_that_only_the_database_knows_is_not_up_here(
+    db: Database, agent: AgentFactory
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+
+    seen = scrape(agent)  # another host, or another /run
+
+    assert seen("serversync_up") == 0
+    assert not seen.names & {"serversync_outage", "serversync_outage_seconds", "outbox_inflight"}
+
+
+def test_a_standby_is_up_and_does_not_speak_of_outages(db: Database, agent: AgentFactory) -> None:
+    first = agent()
+    first.wait_sentence("idle")
+    second = agent()
+    second.wait_sentence("standby")
+
+    seen = scrape(agent, second)
+
+    assert seen("serversync_up") == 1
+    assert "serversync_outage" not in seen.names
+
+
+def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
+    backend.enqueue()
+    running = agent()
+    running.wait_log("outage")
+    wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
+
+    def lasted() -> dict[str, float]:
+        return scrape(agent, running).series("serversync_outage_seconds")
+
+    wait_until(lambda: lasted()["entries"] >= 1, what="a second of it")
+    seen = scrape(agent, running)
+    assert seen.series("serversync_outage") == {"entries": 1, "files": 0}
+    assert 1 <= seen.series("serversync_outage_seconds")["entries"] < 600
+    assert seen.series("serversync_outage_seconds")["files"] == 0
+    # No entry is to blame: nothing was taken from the queue.
+    assert set(seen.series("outbox_dequeue_total").values()) == {0}
+    assert set(seen.series("outbox_send_total").values()) == {0}
+
+    frontend.on_entries = None
+    running.stop()
+    running = agent()
+    running.wait_sentence("sent 1 entry")
+
+    seen = scrape(agent, running)
+    assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
+    assert seen.series("serversync_outage_seconds") == {"entries": 0, "files": 0}
+
+
+def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    answered: list[bool] = []
+
+    def slowly(request: object) -> None:
+        wait_until(lambda: answered, 60, "the test to look")
+
+    frontend.on_entries = slowly
+    backend.enqueue_many(7)
+    running = agent(SYNC_TIMEOUT_SEC=60)
+    wait_until(lambda: running.state().get("inflight"), what="the request", state=running.log)
+
+    try:
+        seen = scrape(agent, running)
+    finally:
+        answered.append(True)
+
+    assert seen("outbox_inflight") == 7
+    assert seen("serversync_pending_entries") == 7
+    running.wait_sentence("sent 7 entries")
+    assert scrape(agent, running)("outbox_inflight") == 0
+
+
+# -- counting -------------------------------------------------------------------------------------
+
+
+def test_everything_is_counted_once_as_the_frontend_got_it(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    bad, dead = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
+    backend.enqueue_many(20)
+    calls = [backend.end_call(), backend.end_call(seconds=2)]
+    for entity in (bad, *dead):
+        backend.enqueue(entity_id=entity)
+    frontend.rejected = dict.fromkeys(dead, "SCHEMA")
+    frontend.poison[bad] = Reply(503)
+    assert agent.once().returncode == 1
+    let_hours_pass(db)
+    assert agent.once().returncode == 75
+    frontend.poison.clear()
+    let_hours_pass(db)
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    entries, files = len(frontend.entries), len(frontend.uploads)
+    assert (entries, files) == (20 + 2 * 4 + 1, 2)
+    alone = [request for request in frontend.of_kind("entries") if request.status == 503]
+    failed = sum(len(request.entries) == 1 for request in alone)
+    taken = {"sent": entries + files, "set_aside": failed, "dead": 2}
+    assert seen.series("outbox_dequeue_total") == taken
+    outcomes = {"success": entries + files, "retry": failed, "dead": 2, "conflict_processed": 0}
+    assert seen.series("outbox_send_total") == outcomes
+    assert seen("serversync_upload_bytes_total") == sum(call.size for call in calls)
+    assert seen("outbox_lag_seconds_count") == seen("outbox_retry_count_count") == entries + files
+    assert seen("outbox_retry_count_sum") == failed
+    assert seen("outbox_retry_count_bucket", "0") == entries + files - 1
+    assert seen("serversync_pending_entries") == 0
+    # Looking changes nothing.
+    assert scrape(agent).counted() == seen.counted()
+
+
+def test_what_the_frontend_had_already_is_counted_apart(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    frontend.on_entries = lambda request: Reply(409, {}, {"ok": True})
+    backend.enqueue_many(3)
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    assert seen.series("outbox_dequeue_total") == {"sent": 3, "set_aside": 0, "dead": 0}
+    outcomes = {"success": 0, "retry": 0, "dead": 0, "conflict_processed": 3}
+    assert seen.series("outbox_send_total") == outcomes
+
+
+def test_a_file_that_was_uploaded_before_leaves_the_queue_without_a_sending(
+    db: Database, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0)
+    assert agent.once().returncode == 0
+    before = scrape(agent)
+    again = "update sync_outbox set processed_at = null where id = %s"
+    db.execute(again, (call.seq("recording_file"),))
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    sent = before("outbox_dequeue_total", "sent")
+    assert seen("outbox_dequeue_total", "sent") == sent + 1 == 4
+    assert seen.series("outbox_send_total") == before.series("outbox_send_total")
+    assert seen("serversync_upload_bytes_total") == call.size
+
+
+def test_looks_at_a_file_that_is_not_ready_are_no_sendings(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.end_call(meta=False, events=0)
+    looks = 3
+    for _ in range(looks):
+        assert agent.once().returncode == 75
+        hold(db)
+        let_hours_pass(db)
+
+    seen = scrape(agent)
+
+    assert seen.series("outbox_dequeue_total")["set_aside"] >= looks
+    assert seen.series("outbox_send_total")["retry"] == 0
+    assert seen.series("serversync_waiting_entries") == {"NOT_READY": 1}
+    assert frontend.uploads == []
+
+
+def test_entries_of_every_age_fall_into_their_buckets(
+    db: Database, backend: Backend, agent: AgentFactory
+) -> None:
+    # Just above each bound, for the clock runs on; and one from the future, as after a clock that
+    # was set back: of no age at all.
+    ages = [-86400, 6, 31, 61, 301, 3601, 86401]
+    assert agent.once().returncode == 0
+    first, _ = backend.enqueue_many(len(ages))
+    db.execute(
+        "update sync_outbox set created_at = now() - (%s::int[])[id - %s + 1] * interval '1 s'",
+        (ages, first),
+    )
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    buckets = seen.series("outbox_lag_seconds_bucket")
+    assert list(buckets) == ["1", "5", "30", "60", "300", "3600", "86400", "+Inf"]
+    assert list(buckets.values()) == [1, 1, 2, 3, 4, 5, 6, 7]
+    assert seen("outbox_lag_seconds_count") == 7
+    assert sum(ages[1:]) <= seen("outbox_lag_seconds_sum") < sum(ages[1:]) + 6 * 25
+
+
+def test_failures_before_success_fall_into_their_buckets(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    tries = [1, 8, 9]
+    entities = [str(uuid.uuid4()) for _ in tries]
+    seqs = [backend.enqueue(entity_id=entity) for entity in entities]
+    backend.enqueue_many(4)
+    frontend.poison = dict.fromkeys(entities, Reply(500))
+    assert agent.once().returncode == 75
+    for seq, number in zip(seqs, tries, strict=True):
+        db.execute("update serversync.failures set tries = %s where outbox_id = %s", (number, seq))
+    frontend.poison.clear()
+    let_hours_pass(db)
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    buckets = seen.series("outbox_retry_count_bucket")
+    assert list(buckets) == [*map(str, range(9)), "+Inf"]
+    assert list(buckets.values()) == [4, 5, 5, 5, 5, 5, 5, 5, 6, 7]
+    assert seen("outbox_retry_count_sum") == sum(tries)
+    assert seen("outbox_retry_count_count") == 7
+
+
+def test_entries_whose_answer_a_kill_ate_are_counted_once(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(10)
+    frontend.on_entries = lambda request: Reply(store=True, delay=60)
+    running = agent()
+    frontend.wait(lambda: len(frontend.requests) == 1, what="the request")
+    running.kill()
+    frontend.hang_up()
+    assert set(scrape(agent).series("outbox_dequeue_total").values()) <= {0}
+    frontend.on_entries = None
+    assert agent.once().returncode == 0
+
+    seen = scrape(agent)
+
+    assert len(frontend.entries) == 20
+    assert seen.series("outbox_dequeue_total")["sent"] == 10
+    assert seen("outbox_lag_seconds_count") == 10
+
+
+def test_no_counter_ever_goes_down(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
+    last: dict[Sample, float] = {}
+
+    def look(running: Agent | None = None) -> Scrape:
+        seen = scrape(agent, running)
+        lower = {key: (last[key], seen.get(key)) for key in last if seen.get(key, -1) < last[key]}
+        assert not lower
+        last.update(seen.counted())
+        return seen
+
+    def once(code: int) -> None:
+        assert agent.once().returncode == code
+        look()
+
+    backend.enqueue_many(10)
+    frontend.poison[bad] = Reply(500)
+    backend.enqueue(entity_id=bad)
+    frontend.rejected[dead] = "SCHEMA"
+    backend.enqueue(entity_id=dead)
+    backend.end_call()
+    once(1)
+    # A retry that fails again; then one that goes through, and a clock that was set back.
+    frontend.poison.clear()
+    let_hours_pass(db)
+    assert agent.once("dlq", "retry-all").returncode == 0
+    once(1)
+    frontend.rejected.clear()
+    assert agent.once("dlq", "retry-all").returncode == 0
+    backend.enqueue()
+    db.execute("update sync_outbox set created_at = now() + interval '30 d'")
+    once(0)
+    # Rows that are gone; an agent that starts and ends.
+    db.execute("update sync_outbox set processed_at = processed_at - interval '40 days'")
+    db.execute("update serversync.deliveries set started_at = started_at - interval '40 days'")
+    assert agent.once("prune", "--yes").returncode == 0
+    assert db.value("select count(*) from sync_outbox") == 0
+    look()
+    db.execute("delete from serversync.dead_letters")
+    running = agent()
+    running.wait_sentence("idle")
+    look(running)
+    running.kill()
+    seen = look()
+    assert seen.series("outbox_dequeue_total") == {
+        "sent": len(frontend.entries) + len(frontend.uploads),
+        "set_aside": last["outbox_dequeue_total", "set_aside"],
+        "dead": 2,
+    }
+
+
+def test_an_age_without_end_does_not_hide_the_rest(
+    db: Database, backend: Backend, agent: AgentFactory, promtool: str
+) -> None:
+    assert agent.once().returncode == 0
+    backend.enqueue_many(2)
+    db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
+
+    seen = scrape(agent)
+
+    assert seen("serversync_pending_entries") == 2
+    assert seen("serversync_database_up") == 1
+    assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+
+
+# -- alerts ---------------------------------------------------------------------------------------
+
+
+def alerts() -> dict[str, str]:
+    """The text of each alert, by its name."""
+    _, *blocks = re.split(r"^ *- alert: ", RULES.read_text(), flags=re.M)
+    return {block.split("\n", 1)[0]: block for block in blocks}
+
+
+def test_each_alert_fires_and_does_not_fire_as_promtool_sees_it(promtool: str) -> None:
+    assert f"{len(alerts())} rules found" in check(promtool, "check", "rules", RULES)
+    assert "SUCCESS" in check(promtool, "test", "rules", RULES_TEST)
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_each_alert_has_a_case_and_says_what_to_do(name: str) -> None:
+    block = alerts()[name]
+    assert re.search(r"^ +for: \d+[mh]$", block, re.M)
+    assert re.search(r"^ +severity: (warning|critical)$", block, re.M)
+    summary, description = re.search(
+        r"^ +summary: (.*?)\n +description: >-\n(.*)", block, re.M | re.S
+    ).groups()  # type: ignore[union-attr]
+    assert name == "ServersyncAbsent" or "{{ $labels.instance }}" in summary
+    assert re.search(r"serversync (status|doctor|dlq|metrics)|systemctl|README", description)
+    case = RULES_TEST.read_text()
+    assert f'alertname="{name}", alertstate="firing"' in case
+
+
+# What the issue wants to be told of.
+WANTED = {
+    "more than 1000 pending": "serversync_pending_entries > 1000",
+    "oldest over one hour": "serversync_oldest_pending_seconds > 3600",
+    "dead letters": "serversync_dead_letters",
+    "deletions that fail": "serversync_deletions_failed > 0",
+    "disk filling": "predict_linear(serversync_disk_free_bytes",
+    "no agent": "serversync_up == 0",
+    "no agent, and no numbers": "absent(serversync_up)",
+    "an outage over an hour": "serversync_outage_seconds > 3600",
+}
+
+
+@pytest.mark.parametrize("what", WANTED)
+def test_there_is_an_alert_for(what: str) -> None:
+    assert any(WANTED[what] in block for block in alerts().values())
+
+
+# -- the dashboard --------------------------------------------------------------------------------
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return loaded
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(set(ids)) == len(ids)
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] >= 0 and place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, (panel["title"], taken[x, y])
+                taken[x, y] = panel["title"]
+    assert len(taken) == 24 * (max(y for _, y in taken) + 1)  # no holes
+    titles = [panel["title"] for panel in panels]
+    assert all(panel["description"] for panel in panels)
+    kinds = {"stat", "timeseries", "table"}
+    assert {panel["type"] for panel in panels} <= kinds
+    assert "Dead letters" in titles
+
+
+def test_every_panel_asks_the_chosen_source_for_the_chosen_devices() -> None:
+    variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
+    assert list(variables) == ["datasource", "instance"]
+    assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
+    for panel in dashboard()["panels"]:
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references) > 0
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    for expression in expressions():
+        selectors = expression.count('instance=~"$instance"')
+        assert selectors == len(NAME.findall(expression)) > 0, expression
+
+
+def test_promtool_understands_every_expression_of_the_dashboard(
+    promtool: str, tmp_path: Path
+) -> None:
+    rules = [
+        {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "5m")}
+        for number, text in enumerate(expressions())
+    ]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+
+    assert f"{len(rules)} rules found" in check(promtool, "check", "rules", path)
+
+
+def test_alerts_and_dashboard_name_only_what_is_really_printed(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    running = a_bit_of_everything(db, frontend, backend, agent)
+    printed = scrape(agent, running).names
+
+    for path in (RULES, RULES_TEST):
+        named = set(NAME.findall(path.read_text()))
+        assert named and named <= printed, path
+    asked = set(NAME.findall(" ".join(expressions())))
+    assert asked <= printed
+    # And nothing of it is missing but what is only there for alerts.
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    only_alerts = {"serversync_outage"}
+    assert families | only_alerts | {"outbox_retry_count"} >= {n for n, _, _ in serversync.METRICS}
+
+
+# -- the README -----------------------------------------------------------------------------------
+
+
+def test_the_readme_lists_every_metric_and_where_the_files_are() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    for name, _, _ in serversync.METRICS:
+        assert f"`{name}" in readme, name
+    for path in (RULES, DASHBOARD):
+        assert str(path.relative_to(REPOSITORY)) in readme

@@ -1,0 +1,529 @@
+"""The status page in a real Chromium, before the real admin process and a real agent."""
+
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from agent import Agent, AgentFactory
+from backend import Backend
+from browser import Browser, Page
+from frontend import Frontend, Reply
+from ledger import dead, dead_letters
+from pg import Database
+from proxy import Proxy
+from waiting import wait_until
+from web import start_admin
+
+EVIL = "<img src=x onerror=alert(1)>"
+TURNED = "safe\u202etxt.exe"
+REFUSED = Reply(400, body={"error": f"no such caller {EVIL} {'W' * 600}"})
+
+ADD_LETTERS = """
+    WITH gone AS (
+        INSERT INTO sync_outbox (entity_type, entity_id, payload, processed_at)
+        SELECT %(topic)s, gen_random_uuid(), jsonb_build_object('n', n), now()
+        FROM generate_series(1, %(count)s::int) n RETURNING *)
+    INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,
+                                         error_code, error_message, attempts, created_at)
+    SELECT id, entity_type, entity_id, payload, to_jsonb(gone) - 'payload' - 'processed_at',
+           'BAD_REQUEST', 'refused', 1, now() - interval '1 day' + id * interval '1 second'
+    FROM gone
+"""
+# The contrast (WCAG 2) of all text that can be seen, with the background that is really behind it.
+POOR_CONTRAST = """(() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] > .5) return colour;
+    }
+    return parse(getComputedStyle(document.body).backgroundColor);
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), poor = [];
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement, text = walker.currentNode.data.trim();
+    if (!text || !node.checkVisibility() || node.closest("script, style, title")) continue;
+    const style = getComputedStyle(node), svg = node instanceof SVGElement;
+    const pair = [light(parse(svg ? style.fill : style.color)), light(behind(node))].sort();
+    const ratio = (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
+    if (ratio < 4.5) poor.push(`${ratio.toFixed(2)} ${text}`);
+  }
+  return poor;
+})()"""
+TOO_LOW = """[...document.querySelectorAll("button, summary")].filter((node) =>
+    node.checkVisibility() && node.getBoundingClientRect().height < 40).map((n) => n.textContent)"""
+
+pytestmark = pytest.mark.slow  # a Chromium for each test run is enough
+
+Desk = Callable[..., tuple[Agent, str]]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Page]:
+    with browser.page() as page:
+        page.screen(1280)
+        yield page
+
+
+@pytest.fixture
+def desk(agent: AgentFactory) -> Desk:
+    """Starts the admin process beside a running agent: that process and its address."""
+
+    def start(beside: Agent, listen: str = "127.0.0.1:0", **more: Any) -> tuple[Agent, str]:
+        admin, web = start_admin(agent, listen, runtime_dir=beside.runtime_dir, **more)
+        return admin, web.address
+
+    return start
+
+
+@pytest.fixture
+def running(agent: AgentFactory) -> Agent:
+    """An agent that has made its schema and waits."""
+    running = agent()
+    running.wait_sentence("idle")
+    return running
+
+
+@pytest.fixture
+def page(tab: Page, running: Agent, desk: Desk) -> Page:
+    """The page of a running agent, open."""
+    tab.open(desk(running)[1])
+    tab.wait_text("Updated")
+    wait_until(lambda: tab.js("!busy"), what="the first look to be over")
+    return tab
+
+
+def refuse(backend: Backend, frontend: Frontend, db: Database, **kind: Any) -> tuple[int, str]:
+    """An entry that the frontend refuses for good: the seq and the entity of its dead letter."""
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = REFUSED
+    seq = backend.enqueue(entity_id=entity, **kind)
+    wait_until(lambda: seq in dead(db), what="the dead letter")
+    return seq, entity
+
+
+def refresh(page: Page) -> None:
+    page.click("#refresh")
+
+
+def see_letter(page: Page, seq: int) -> None:
+    refresh(page)
+    page.wait_text(f"Entry {seq}", "#list")
+
+
+def number(page: Page, tile: str) -> str:
+    return page.text(f'[aria-label="{tile}"] .big')
+
+
+def details(page: Page, tile: str) -> dict[str, str]:
+    """The lines of a tile."""
+    lines = page.text(f'[aria-label="{tile}"] dl').split("\n")
+    return dict(zip(lines[::2], lines[1::2], strict=True))
+
+
+def test_a_running_agent_is_shown_with_all_that_it_did(
+    page: Page, backend: Backend, frontend: Frontend
+) -> None:
+    backend.end_call()
+    frontend.wait(lambda: frontend.files, what="the recording")
+    # Nobody clicks: it looks again by itself.
+    page.wait_text("4", '[aria-label="Delivered"] .big')
+    assert page.text("#state") == "Running"
+    assert "test-device" in page.text("#who") and frontend.url in page.text("#who")
+    assert number(page, "Outbox") == number(page, "Dead letters") == "0"
+    assert details(page, "Delivered") == {
+        "Last success": details(page, "Delivered")["Last success"],
+        "Recordings": "1",
+        "Size": details(page, "Delivered")["Size"],
+        "Entries in a day": "4",
+        "Recordings in a day": "1",
+        "Size in a day": details(page, "Delivered")["Size in a day"],
+    }
+    assert details(page, "Delivered")["Last success"].endswith("ago")
+    assert 0 <= page.js("document.querySelector('meter').value") <= 1
+    assert page.complaints == []
+
+
+def test_the_last_day_is_drawn_and_can_be_read_as_a_table(
+    tab: Page,
+    running: Agent,
+    desk: Desk,
+    db: Database,
+    backend: Backend,
+    frontend: Frontend,
+) -> None:
+    backend.enqueue_many(30)
+    frontend.wait(lambda: len(frontend.entries) == 30)
+    running.wait_sentence("idle")
+    db.execute("UPDATE serversync.deliveries SET started_at = started_at - interval '5 hours'")
+    tab.open(desk(running)[1])
+    tab.wait_text("Delivered entries per 15 min", "#plot")
+    assert "30 entries delivered in the last 24 hours" in tab.js(
+        "document.querySelector('svg').getAttribute('aria-label')"
+    )
+    assert tab.js("document.querySelectorAll('.bars').length") >= 1
+    assert "M" in tab.js("document.querySelector('.line').getAttribute('d')")
+    assert re.search(r"\b\d{1,2}:00\b", tab.js("document.querySelector('svg').textContent"))
+    tab.click("#day summary")
+    rows = tab.text("#hours").split("\n")
+    assert len(rows) == 24
+    assert sum(int(row.split("\t")[1]) for row in rows) == 30
+    assert tab.complaints == []
+
+
+def test_without_any_data_the_page_says_so(page: Page) -> None:
+    page.wait_text("There are none", "#dead-note")
+    page.wait_text("Backlog", "#plot")
+    assert "Nothing was delivered" in page.js("document.querySelector('svg').textContent")
+    assert number(page, "Outbox") == number(page, "Delivered") == "0"
+    assert details(page, "Delivered")["Last success"] == "never"
+    assert page.complaints == []
+
+
+def test_it_fits_the_screen_can_be_read_and_differs_in_the_dark(
+    page: Page, db: Database, backend: Backend, frontend: Frontend, tmp_path: Any
+) -> None:
+    seq, _ = refuse(backend, frontend, db)
+    see_letter(page, seq)
+    page.js("document.querySelectorAll('details').forEach((node) => node.open = true)")
+    page.wait_text('"id"', "#list pre")
+    page.click("[data-do=delete]")  # the dialog has to fit as well
+    for width in (320, 1280):
+        brightness = []
+        for dark in (False, True):
+            page.screen(width, dark=dark, phone=width == 320)
+            assert page.js("document.documentElement.scrollWidth") <= width
+            assert page.js("document.querySelector('dialog').getBoundingClientRect().right") < width
+            assert page.js(POOR_CONTRAST) == []
+            colours, bright = page.look(page.screenshot())
+            assert colours > 30, "the screenshot is blank"
+            brightness.append(bright)
+        assert brightness[0] > 2 * brightness[1]
+    page.screen(320, phone=True)
+    assert page.js(TOO_LOW) == []
+    assert page.complaints == []
+
+
+def test_a_retry_by_click_leads_to_the_delivery_and_the_page_says_resolved(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    seq, entity = refuse(backend, frontend, db)
+    see_letter(page, seq)
+    assert "PENDING" in page.text("#list") and "BAD_REQUEST" in page.text("#list")
+    assert number(page, "Dead letters") == "1"
+    frontend.poison.clear()
+    page.click("[data-do=retry]")
+    page.wait_text("RESOLVED", "#list")
+    assert frontend.received(entity)
+    assert dead_letters(db)[seq]["status"] == "RESOLVED"
+    page.wait_text(f"Entry {seq} is RESOLVED", "#said")
+    assert page.js("document.querySelector('#said').getAttribute('aria-live')") == "polite"
+    (asked,) = [request for request in page.requests() if request["method"] == "POST"]
+    assert asked["headers"]["X-Requested-With"] == "serversync"
+    assert page.complaints == []
+
+
+def test_a_retry_that_fails_again_is_said(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    seq, _ = refuse(backend, frontend, db)
+    see_letter(page, seq)
+    page.click("[data-do=retry]")
+    page.wait_text("retried 1 of 3", "#list")
+    assert "PENDING" in page.text("#list")
+    page.wait_text(f"Entry {seq} is PENDING: it failed again", "#said")
+
+
+def test_a_delete_by_click_asks_first_and_says_what_is_lost(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    seq, _ = refuse(backend, frontend, db)
+    see_letter(page, seq)
+    page.click("[data-do=delete]")
+    said = page.text("dialog")
+    assert f"entry {seq}" in said and "the frontend will never get it" in said
+    page.click("#no")
+    assert not page.js("document.querySelector('dialog').open")
+    assert seq in dead_letters(db)
+    page.click("[data-do=delete]")
+    page.click("#yes")
+    page.wait_text("There are none", "#dead-note")
+    assert dead_letters(db) == {}
+    assert "deleted" in page.text("#said")
+    assert page.text("#list") == ""
+    assert page.complaints == []
+
+
+def test_the_keyboard_alone_retries_and_deletes(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    first, entity = refuse(backend, frontend, db)
+    second, _ = refuse(backend, frontend, db)
+    see_letter(page, second)
+    frontend.poison.pop(entity)
+    page.tab_to(f"[data-do=retry][aria-label='Retry entry {first}']")
+    assert page.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.press("Enter")
+    page.wait_text("RESOLVED", "#list")
+    assert frontend.received(entity)
+    page.wait_text(f"Entry {first} is RESOLVED", "#said")
+    page.press("Escape")
+    assert page.text("#said") == ""
+    # The button is gone; the focus stays with the letter.
+    assert page.js("document.activeElement.closest('li')?.dataset.name") == f"entry {first}"
+    page.press("Tab", shift=True)
+    page.tab_to(f"[data-do=delete][aria-label='Delete entry {first}']")
+    page.press("Enter")
+    assert page.js("document.querySelector('dialog').open")
+    assert "Cancel" in page.focused()  # the harmless one
+    page.press("Escape")
+    assert not page.js("document.querySelector('dialog').open")
+    assert f"Delete entry {first}" in page.focused()
+    page.press(" ")
+    page.tab_to("#yes", most=2)
+    page.press("Enter")
+    wait_until(lambda: first not in dead_letters(db), what="the deletion")
+    wait_until(lambda: f"Entry {first}" not in page.text("#list"), what="the letter to go")
+    assert page.js("document.activeElement.closest('li')?.dataset.name") == f"entry {second}"
+    assert second in dead_letters(db)
+    assert page.complaints == []
+
+
+def test_the_payload_is_opened_by_the_keyboard_and_shown_as_text(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    payload = {"name": f"</script>{EVIL}", "turned": TURNED, "long": "W" * 1000}
+    topic = "<b onclick=alert(1)>&amp;"
+    seq, _ = refuse(backend, frontend, db, payload=payload, entity_type=topic)
+    see_letter(page, seq)
+    page.tab_to("#list summary")
+    page.press("Enter")
+    page.wait_text("W" * 1000, "#list pre")
+    shown = page.text("#list pre")
+    assert EVIL in shown and "safe\\u202etxt.exe" in shown and "\u202e" not in shown
+    assert topic in page.text("#topics")
+    assert EVIL in page.text("#list > li p"), "the frontend's own words"
+    assert page.js("document.querySelectorAll('img, b, [onclick], [onerror]').length") == 0
+    page.screen(320, phone=True)
+    assert page.js("document.documentElement.scrollWidth") == 320
+    # It stays open, and where it is, when the page looks again.
+    backend.enqueue()
+    frontend.wait(lambda: len(frontend.entries) == 1)
+    refresh(page)
+    page.wait_text("1", '[aria-label="Delivered"] .big')
+    assert page.text("#list pre") == shown
+    assert page.complaints == []
+
+
+def test_an_outage_is_said_with_its_reason_and_the_next_try(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    frontend.stop()
+    backend.enqueue_many(3)
+
+    def in_an_outage() -> bool:
+        refresh(page)
+        return page.text("#state") == "Running, in an outage"
+
+    wait_until(in_an_outage, what="the outage on the page")
+    said = page.text("#notices")
+    assert "entries do not get through" in said and "NETWORK_ERROR" in said
+    assert re.search(r"Since .*Next try in \d+ ", said)
+    assert number(page, "Outbox") == "3"
+    assert details(page, "Outbox")["call_log"] == "3"
+    assert page.complaints == []
+
+
+def test_the_frontends_words_in_the_sentence_and_the_outage_are_shown_as_text(
+    page: Page, backend: Backend, frontend: Frontend
+) -> None:
+    frontend.on_entries = lambda request: Reply(500, body={"error": f"{EVIL} {TURNED} {'W' * 300}"})
+    backend.enqueue_many(3)
+
+    def said() -> bool:
+        refresh(page)
+        return EVIL in page.text("#hero") and EVIL in page.text("#notices")
+
+    wait_until(said, what="the frontend's words", state=lambda: page.text())
+    assert "safe\\u202etxt.exe" in page.text("#notices")
+    assert "\u202e" not in page.js("document.body.textContent")
+    assert page.js("document.querySelectorAll('img, [onerror]').length") == 0
+    page.screen(320, phone=True)
+    assert page.js("document.documentElement.scrollWidth") == 320
+    assert page.complaints == []
+
+
+def test_an_upload_under_way_has_a_bar(page: Page, backend: Backend, frontend: Frontend) -> None:
+    frontend.read_rate = 100_000
+    backend.end_call(seconds=120)
+
+    def uploading() -> bool:
+        refresh(page)
+        return "Uploading a recording" in page.text("#progress")
+
+    wait_until(uploading, 40, "the upload on the page")
+    assert re.search(r"B of 3\.8 MB · .*/s · about \d+ ", page.text("#progress"))
+    bar = page.js("[...document.querySelectorAll('progress')].map((p) => [p.value, p.max])")[0]
+    assert 0 <= bar[0] <= bar[1]
+    frontend.read_rate = None
+    assert page.complaints == []
+
+
+def test_a_stopped_agent_and_a_database_away_are_said_in_words(
+    tab: Page,
+    agent: AgentFactory,
+    desk: Desk,
+    db: Database,
+    proxy: Proxy,
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    _, url = desk(running, DATABASE_URL=db.url_through(proxy.port))
+    tab.open(url)
+    tab.wait_text("Running", "#state")
+    proxy.refuse()
+    refresh(tab)
+    tab.wait_text("The database is not there", "#notices")
+    assert number(tab, "Outbox") == "–"
+    assert "old" in tab.js("document.querySelector('#day').className")
+    proxy.resume()
+    running.stop()
+    refresh(tab)
+    tab.wait_text("Stopped", "#state")
+    assert "systemctl start serversync" in tab.text("#hero")
+    assert tab.text("#notices") == ""
+    assert number(tab, "Outbox") == "0"
+    assert tab.complaints == []
+
+
+def test_without_the_admin_process_the_last_data_stay_marked_as_old(
+    tab: Page, running: Agent, desk: Desk
+) -> None:
+    admin, url = desk(running)
+    tab.open(url)
+    tab.wait_text("Updated")
+    admin.stop()
+    refresh(tab)
+    tab.wait_text("The server does not answer", "#lost")
+    assert "may be old" in tab.text("#lost")
+    assert tab.js("document.querySelector('#lost').getAttribute('role')") == "alert"
+    assert "old" in tab.js("document.querySelector('main').className")
+    assert tab.text("#state") == "Running"
+    assert "dashed" in tab.js("getComputedStyle(document.querySelector('.card')).borderStyle")
+    desk(running, url.split("/")[2])
+    refresh(tab)
+    wait_until(lambda: tab.text("#lost") == "", what="the news")
+    assert "old" not in tab.js("document.querySelector('main').className")
+
+
+def test_a_letter_that_was_overtaken_is_refused_in_words(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    seq, entity = refuse(backend, frontend, db)
+    frontend.poison.clear()
+    newer = backend.enqueue(entity_id=entity)
+    frontend.wait(lambda: frontend.received(entity))
+    see_letter(page, seq)
+    page.click("[data-do=retry]")
+    page.wait_text("Not done", "#said")
+    assert f"seq {newer}" in page.text("#said")
+    assert dead_letters(db)[seq]["status"] == "PENDING"
+    # Chromium reports the 409 itself; there is nothing else.
+    assert all("409" in complaint for complaint in page.complaints)
+
+
+def test_topics_and_pages_are_turned_and_a_topic_is_retried_as_a_whole(
+    page: Page, db: Database, frontend: Frontend
+) -> None:
+    db.execute(ADD_LETTERS, {"topic": "call_log", "count": 12})
+    db.execute(ADD_LETTERS, {"topic": "schedule", "count": 1})
+    refresh(page)
+    page.wait_text("Page 1 of 2, 12 letters", "#pages")
+    assert page.js("document.querySelectorAll('#list > li').length") == 10
+    newest = page.text("#list h3")
+    page.click("[data-key=Older]")
+    page.wait_text("Page 2 of 2", "#pages")
+    wait_until(lambda: page.js("document.querySelectorAll('#list > li').length") == 2)
+    page.click("[data-key=Older]")  # it cannot be turned any more
+    page.click("[data-key=Newer]")
+    page.wait_text(newest, "#list")
+    page.click("[data-topic=schedule]")
+    wait_until(lambda: page.js("document.querySelectorAll('#list > li').length") == 1)
+    assert page.js("document.querySelector('[aria-pressed=true]').dataset.topic") == "schedule"
+    page.click("[data-topic=call_log]")
+    page.wait_text("Retry all of call_log", "#topics")
+    page.click("[data-all]")
+    page.wait_text("12 entries", "#said")
+    frontend.wait(lambda: len(frontend.entries) == 12)
+    page.wait_text("RESOLVED", "#list")
+    assert {row["status"] for row in dead_letters(db).values()} == {"RESOLVED", "PENDING"}
+    assert page.complaints == []
+
+
+def test_only_its_own_script_and_style_can_run(page: Page) -> None:
+    url = page.js("location.href")
+    policy = page.response_headers(url)["content-security-policy"]
+    assert "unsafe" not in policy and "default-src 'none'" in policy
+    assert re.search(r"script-src 'sha256-[^']+'(;|$)", policy)
+    assert re.search(r"style-src 'sha256-[^']+'(;|$)", policy)
+    page.js(
+        """(() => { const script = document.createElement("script");
+            script.textContent = "window.owned = 1"; document.body.append(script);
+            const host = document.createElement("div"); document.body.append(host);
+            host.innerHTML = '<p id=p style="color: red" onclick="window.owned = 2">x</p>'; })()"""
+    )
+    page.click("#p")
+    assert page.js("window.owned") is None
+    assert page.js("document.querySelector('#p').style.color") == ""
+    wait_until(
+        lambda: sum("Content Security Policy" in words for words in page.complaints) >= 3,
+        what="Chromium's complaints about all three",
+        state=lambda: str(page.complaints),
+    )
+
+
+def test_it_asks_only_its_own_server_and_not_at_all_while_hidden(page: Page) -> None:
+    url = page.js("location.href")
+    assert all(request["url"].startswith((url, "data:")) for request in page.requests())
+    page.js("Object.defineProperty(document, 'hidden', {configurable: true, get: () => true})")
+    page.js("document.dispatchEvent(new Event('visibilitychange'))")
+    asked = len(page.requests())
+    page.js("refresh()")
+    assert page.js("(refresh(), busy)") is False
+    assert len(page.requests()) == asked
+    page.js("delete document.hidden")
+    page.js("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_until(lambda: len(page.requests()) > asked, what="it to ask again")
+
+
+def test_a_screen_reader_finds_landmarks_names_and_words_for_the_state(
+    page: Page, db: Database, backend: Backend, frontend: Frontend
+) -> None:
+    seq, _ = refuse(backend, frontend, db)
+    see_letter(page, seq)
+    page.call("Accessibility.enable")
+    nodes = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in page.call("Accessibility.getFullAXTree")["nodes"]
+        if not node["ignored"]
+    ]
+    roles = {role for role, _ in nodes}
+    assert {"banner", "main", "contentinfo", "navigation", "region"} <= roles
+    named = {"button", "region", "navigation", "meter", "image", "DisclosureTriangle"}
+    assert [role for role, name in nodes if role in named and not name] == []
+    assert ("heading", "Running") in nodes
+    assert ("button", f"Retry entry {seq}") in nodes
+    assert page.js("document.documentElement.lang") == "en"
+    assert page.js("document.title").startswith("Running")

@@ -1,0 +1,538 @@
+"""`serversync replay`, `prune` and `enqueue`: what people put into the queue, and take from it."""
+
+import json
+import subprocess
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from agent import AgentFactory
+from backend import Backend, Call
+from desk import Desk, assert_plain, give_up
+from frontend import Frontend
+from ledger import dead_letters, receipts
+from pg import Database
+from waiting import wait_until
+
+NOTHING = {
+    "again": 0,
+    "pending": 0,
+    "letter": 0,
+    "delivered": 0,
+    "overtaken": 0,
+    "unknown": 0,
+}
+MIB = 1 << 20
+
+
+@pytest.fixture
+def desk(agent: AgentFactory) -> Desk:
+    return Desk(agent)
+
+
+@pytest.fixture
+def schema(agent: AgentFactory) -> None:
+    """The agent has been here once."""
+    assert agent.once().returncode == 0
+
+
+# -- replay: what is picked -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(agent: AgentFactory, backend: Backend, db: Database) -> list[Call]:
+    """Three calls without recordings that were delivered, one each day, at noon UTC."""
+    found = [backend.end_call(recording=False) for _ in range(3)]
+    assert agent.once().returncode == 0
+    for day, call in enumerate(found, 1):
+        at = datetime(2026, 3, day, 12, tzinfo=UTC)
+        db.execute(
+            "UPDATE sync_outbox SET created_at = %s WHERE id = ANY (%s)", (at, list(call.seqs))
+        )
+    return found
+
+
+PICKED: list[tuple[list[str], list[int]]] = [
+    (["--seq", "2-5"], [2, 3, 4, 5]),
+    (["--seq", "8-"], [8, 9]),
+    (["--seq", "-2"], [1, 2]),
+    (["--seq", "4"], [4]),
+    (["--seq", "100-200"], []),
+    (["--since", "2026-03-02T12:00Z"], [4, 5, 6, 7, 8, 9]),
+    (["--since", "2026-03-02T21:00:01+09:00"], [7, 8, 9]),
+    (["--until", "2026-03-01"], []),
+    (["--since", "2026-03-01T13:00Z", "--until", "2026-03-02T12:00:00+00:00"], [4, 5, 6]),
+    (["--type", "call_log"], [1, 4, 7]),
+    (["--type", "no_such_type"], []),
+    (["--type", "call_log", "--seq", "2-"], [4, 7]),
+    (["--call", "{call_log_id}"], [4, 5, 6]),
+    (["--call", "{CALL_LOG_ID}"], [4, 5, 6]),
+    (["--call", "{call_id}"], [4, 5, 6]),
+    (["--call", "nobody@nowhere"], []),
+]
+
+
+def test_filters_pick_what_they_name_and_only_yes_does_it(
+    desk: Desk, calls: list[Call], db: Database
+) -> None:
+    names = {"call_log_id": calls[1].call_log_id, "call_id": calls[1].call_id}
+    names["CALL_LOG_ID"] = names["call_log_id"].upper()
+    for args, picked in PICKED:
+        args = [arg.format(**names) for arg in args]
+        told = desk.json("replay", *args, *(["--yes"] if picked else []))
+        assert told == {**NOTHING, "again": len(picked), "done": bool(picked)}, args
+        assert db.pending() == picked, args
+        db.execute("UPDATE sync_outbox SET processed_at = now()")
+    assert desk.json("replay", "--seq", "1-9") == {**NOTHING, "again": 9, "done": False}
+    assert not db.pending()
+
+
+def test_a_dry_run_says_what_would_happen_and_how_to_do_it(
+    desk: Desk, calls: list[Call], db: Database
+) -> None:
+    said = desk("replay", "--seq", "1-3").stdout
+    assert "3 to be sent again" in said and "--yes" in said
+    assert not db.pending()
+    done = desk("replay", "--seq", "1-3", "--yes").stdout
+    assert "3 to be sent again" in done and "--yes" not in done
+    assert db.pending() == [1, 2, 3]
+
+
+def test_times_without_a_zone_are_those_of_the_machine(
+    desk: Desk, calls: list[Call], db: Database
+) -> None:
+    tokyo: Any = {"TZ": "Asia/Tokyo"}
+    assert desk.json("replay", "--since", "2026-03-03T21:00", **tokyo)["again"] == 3
+    assert desk.json("replay", "--since", "2026-03-03T21:01", **tokyo)["again"] == 0
+    assert desk.json("replay", "--until", "2026-03-02", **tokyo)["again"] == 3
+
+
+def test_a_range_that_is_none_is_a_matter_of_usage(desk: Desk) -> None:
+    for args in (
+        [],
+        ["--yes"],
+        ["--seq", "x"],
+        ["--seq", "1-2-3"],
+        ["--seq", "-"],
+        ["--seq", ""],
+        ["--seq", "5-2"],
+        ["--seq", "1" * 30],
+        ["--since", "yesterday"],
+        ["--since", "2026-02-30"],
+        ["--until", ""],
+        ["--type", ""],
+        ["--call", ""],
+        ["--since", "2026-03-02", "--until", "2026-03-01"],
+    ):
+        refused = desk("replay", *args, code=2)
+        assert "serversync" in refused.stderr and not refused.stdout, args
+
+
+# -- replay: what is left out ---------------------------------------------------------------------
+
+
+def test_what_must_not_be_sent_again_is_skipped_and_counted(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    call = backend.end_call(events=0)  # call_log, recording, recording_file
+    resent = backend.enqueue("schedule")
+    old, new = str(uuid.uuid4()), str(uuid.uuid4())
+    overtaken = backend.enqueue("schedule", entity_id=old)
+    (letter,) = give_up(agent, backend, frontend, "call_log")
+    overtaking = backend.enqueue("schedule", {"version": 2}, entity_id=old)
+    by_pending = backend.enqueue("schedule", entity_id=new)
+    assert agent.once().returncode == 0
+    pending = backend.enqueue("schedule", entity_id=new)
+    first, last = call.seqs[0], pending
+    sent = [*call.seqs[:2], resent, overtaking]
+
+    told = desk.json("replay", "--seq", f"{first}-{last}", "--yes")
+    assert told == {
+        "again": 4,
+        "pending": 1,
+        "letter": 1,
+        "delivered": 1,
+        "overtaken": 2,
+        "unknown": 0,
+        "done": True,
+    }
+    assert db.pending() == [*sent, pending]
+    assert dead_letters(db)[letter.seq]["status"] == "PENDING"
+    before = len(frontend.seqs())
+    assert agent.once().returncode == 0
+    assert frontend.seqs()[before:] == [*sent, pending]
+    assert len(frontend.of_kind("file")) == 1
+
+    # By force also what was overtaken; what it may not be forced to stays out.
+    words = desk("replay", "--seq", f"{first}-{last}", "--force", "--yes").stdout
+    assert [line.strip() for line in words.splitlines()[:-1]] == [
+        "7 to be sent again",
+        "1 dead letters (serversync dlq retry)",
+        "1 recordings whose file is delivered",
+    ]
+    assert db.pending() == [*call.seqs[:2], resent, overtaken, overtaking, by_pending, pending]
+
+
+def test_a_recording_that_was_uploaded_is_known_by_its_receipt_alone(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    backend.end_call()
+    assert agent.once().returncode == 0
+    db.execute("UPDATE recordings SET upload_status = 'local_only'")
+    told = desk.json("replay", "--type", "recording_file", "--yes", "--force")
+    assert (told["again"], told["delivered"]) == (0, 1)
+    db.execute("DELETE FROM serversync.deliveries")
+    db.execute("UPDATE recordings SET upload_status = 'uploaded'")
+    assert desk.json("replay", "--type", "recording_file", "--yes")["delivered"] == 1
+    assert not db.pending()
+
+
+def test_a_resolved_letter_is_sent_again_like_any_other_entry(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    (letter,) = give_up(agent, backend, frontend, "schedule")
+    desk("dlq", "retry", letter.id)
+    assert desk.json("replay", "--seq", str(letter.seq))["pending"] == 1
+    assert agent.once().returncode == 0
+    assert desk.json("replay", "--seq", str(letter.seq), "--yes")["again"] == 1
+    assert agent.once().returncode == 0
+    assert frontend.seqs() == [letter.seq] * 2
+
+
+def test_what_may_have_been_overtaken_by_a_row_that_was_pruned_is_left_out(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    entity = str(uuid.uuid4())
+    first = backend.enqueue("schedule", entity_id=entity)
+    backend.enqueue("schedule", entity_id=entity)
+    assert agent.once().returncode == 0
+    young = backend.enqueue("schedule")
+    assert agent.once().returncode == 0
+    # As if the newer one had been pruned yesterday, and nobody knows of it.
+    db.execute("UPDATE sync_outbox SET processed_at = now() - interval '40 days' WHERE id = 1")
+    db.execute("DELETE FROM sync_outbox WHERE id = 2")
+    db.execute(
+        "INSERT INTO serversync.counters"
+        " VALUES ('pruned_until', '', extract(epoch from now() - interval '30 days'))"
+    )
+    told = desk.json("replay", "--seq", "1-", "--yes")
+    assert (told["again"], told["unknown"]) == (1, 1) and db.pending() == [young]
+    assert desk.json("replay", "--seq", "1-", "--yes", "--force")["again"] == 1
+    assert db.pending() == [first, young]
+
+
+def test_an_agent_is_woken_and_sends_the_entries_of_a_call_in_their_order(
+    desk: Desk, calls: list[Call], agent: AgentFactory, frontend: Frontend
+) -> None:
+    running = agent(SYNC_POLL_INTERVAL_SEC=3600, SYNC_BATCH_SIZE=2)
+    running.wait_sentence("idle")
+    before = len(frontend.seqs())
+    desk("replay", "--call", calls[2].call_id, "--yes")
+    frontend.wait(lambda: len(frontend.seqs()) == before + 3, what="the call, once more")
+    assert frontend.seqs()[before:] == calls[2].seqs
+
+
+def test_more_than_a_chunk_is_sent_again_once(desk: Desk, schema: None, db: Database) -> None:
+    db.execute(
+        "INSERT INTO sync_outbox (entity_type, entity_id, payload, processed_at)"
+        " SELECT 'schedule', gen_random_uuid(), '{}', now() FROM generate_series(1, 25000)"
+    )
+    assert desk.json("replay", "--type", "schedule")["again"] == 25_000
+    assert desk.json("replay", "--seq", "11-24990", "--yes")["again"] == 24_980
+    pending = db.pending()
+    assert (len(pending), pending[0], pending[-1]) == (24_980, 11, 24_990)
+
+
+# -- prune ----------------------------------------------------------------------------------------
+
+# Counts what each transaction deletes.
+WATCHED = """
+    CREATE TABLE pruned (transaction bigint, rows bigint);
+    CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        INSERT INTO public.pruned SELECT txid_current(), count(*) FROM gone;
+        RETURN NULL;
+    END $$;
+    CREATE TRIGGER note AFTER DELETE ON sync_outbox REFERENCING OLD TABLE AS gone
+    FOR EACH STATEMENT EXECUTE FUNCTION note();
+"""
+
+
+def let_days_pass(db: Database, days: float, last_seq: int) -> None:
+    """All up to a seq was enqueued and sent so many days earlier."""
+    params = {"days": days, "last": last_seq}
+    db.execute(
+        "UPDATE sync_outbox SET created_at = created_at - %(days)s * interval '1 day',"
+        " processed_at = processed_at - %(days)s * interval '1 day' WHERE id <= %(last)s",
+        params,
+    )
+    db.execute(
+        "UPDATE serversync.deliveries SET started_at = started_at - %(days)s * interval '1 day'"
+        " WHERE last_seq <= %(last)s",
+        params,
+    )
+
+
+def test_pruning_by_hand_deletes_in_small_transactions_and_only_with_yes(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    backend.enqueue_many(2500)
+    assert agent.once(SYNC_BATCH_SIZE=500).returncode == 0
+    let_days_pass(db, 40, 2500)
+    pending = backend.enqueue()
+    db.execute("UPDATE sync_outbox SET created_at = '2001-01-01' WHERE id = %s", (pending,))
+    db.execute(WATCHED)
+
+    said = desk("prune").stdout
+    assert "deletes 2500 rows of sync_outbox" in said and "30 days" in said and "--yes" in said
+    assert db.value("SELECT count(*) FROM sync_outbox") == 2501
+    assert "no such" not in desk("prune", "--days", "41", "--yes").stdout
+    assert db.value("SELECT count(*) FROM sync_outbox") == 2501
+
+    done = desk("prune", "--yes").stdout
+    assert done == "deleted 2500 rows and 5 receipts\n"
+    assert db.pending() == [pending]
+    assert [row[0] for row in db.rows("SELECT id FROM sync_outbox")] == [pending]
+    sizes = [row[0] for row in db.rows("SELECT sum(rows) FROM pruned GROUP BY transaction")]
+    assert sum(sizes) == 2500 and max(sizes) <= 1000
+    assert receipts(db) == []
+    assert desk("prune", "--yes").stdout == "deleted 0 rows and 0 receipts\n"
+
+
+def test_pruning_by_hand_waits_while_the_clock_is_behind_the_last_receipt(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    old = backend.enqueue()
+    assert agent.once().returncode == 0
+    last = backend.enqueue()
+    assert agent.once().returncode == 0
+    let_days_pass(db, 40, old)
+    db.execute(
+        "UPDATE serversync.deliveries SET started_at = now() + interval '1 hour'"
+        " WHERE last_seq = %s",
+        (last,),
+    )
+    said = desk("prune", "--yes").stdout
+    assert "deleted 0 rows" in said and "1 row kept" in said and "clock" in said
+    assert db.value("SELECT count(*) FROM sync_outbox") == 2 and len(receipts(db)) == 2
+
+
+def test_a_number_of_days_that_is_none_is_a_matter_of_usage(desk: Desk) -> None:
+    for days in ("x", "-1", "0", "", "1e3", "99999999"):
+        assert "--days" in desk("prune", f"--days={days}", "--yes", code=2).stderr
+
+
+def test_a_configuration_that_keeps_for_ever_wants_the_number_of_days(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    seq = backend.enqueue()
+    assert agent.once().returncode == 0
+    let_days_pass(db, 3, seq)
+    keep: Any = {"SYNC_RETENTION_DAYS": 0}
+    assert "--days" in desk("prune", "--yes", code=2, **keep).stderr
+    done = desk("prune", "--days", "2.5", "--yes", **keep)
+    assert "deleted 1 row and 1 receipt" in done.stdout
+
+
+# -- enqueue --------------------------------------------------------------------------------------
+
+ENTITY = "22222222-2222-4222-8222-222222222222"
+
+
+def enqueue(
+    agent: AgentFactory, *args: str, payload: str | bytes = "{}", code: int = 0, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run it with a payload from standard input, byte for byte."""
+    data = payload.encode() if isinstance(payload, str) else payload
+    feed = ["bash", "-c", 'printf "%b" "$0" | "$@"', "".join(f"\\x{byte:02x}" for byte in data)]
+    running = agent(args=["enqueue", *args], prefix=feed, **settings)
+    done = running.wait(60)
+    said = running.log()
+    assert_plain(said)
+    assert done == code, said
+    return subprocess.CompletedProcess(args, done, said)
+
+
+def rows(db: Database) -> list[tuple[Any, ...]]:
+    return db.rows("SELECT entity_type, entity_id::text, payload FROM sync_outbox ORDER BY id")
+
+
+def test_an_entry_typed_by_hand_is_sent_at_once(
+    agent: AgentFactory, frontend: Frontend, db: Database
+) -> None:
+    running = agent(SYNC_POLL_INTERVAL_SEC=3600)
+    running.wait_sentence("idle")
+    # Without the backend's trigger: the command itself wakes the agent.
+    db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
+    payload = {"name": "日本語", "n": 12345678901234567890123, "deep": [{"a": None}]}
+    said = enqueue(agent, "schedule", ENTITY, payload=json.dumps(payload, ensure_ascii=False))
+    seq = int(said.stdout)
+    frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
+    assert frontend.store[ENTITY]["payload"] == payload
+    assert rows(db) == [("schedule", ENTITY, payload)]
+    said = enqueue(agent, "schedule", ENTITY.upper(), "--json")
+    assert json.loads(said.stdout) == {"seq": seq + 1}
+
+
+def test_the_same_key_ten_times_is_one_entry_and_something_else_is_refused(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    key = ["--idempotency-key", "order 1 ä"]
+    texts = ['{"a": 1, "b": [2]}', ' {"b":[2],"a":1}\n']
+    with ThreadPoolExecutor(5) as people:
+        ends = [
+            people.submit(enqueue, agent, "schedule", ENTITY, *key, payload=texts[n % 2])
+            for n in range(10)
+        ]
+        assert {end.result().stdout for end in ends} == {"1\n"}
+    assert db.pending() == [1]
+    for args, payload in (
+        (["schedule", ENTITY], '{"a": 2}'),
+        (["call_log", ENTITY], texts[0]),
+        (["schedule", str(uuid.uuid4())], texts[0]),
+    ):
+        refused = enqueue(agent, *args, *key, payload=payload, code=1)
+        assert "order 1 ä" in refused.stdout and "another payload" in refused.stdout
+    assert db.pending() == [1]
+    enqueue(agent, "schedule", ENTITY, "--idempotency-key", "order 2", payload=texts[0])
+    enqueue(agent, "schedule", ENTITY, payload=texts[0])
+    assert len(db.pending()) == 3
+
+
+def test_a_payload_that_is_no_json_is_refused_in_words(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    path = db.cluster.directory / f"payload_{db.name}"
+    for payload in (
+        b"",
+        b"{",
+        b'{"a": 1} x',
+        b"{'a': 1}",
+        b'{"a": nan}',
+        b'{"a": 1e999999}',
+        b'{"a": "\\u0000"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\0"}',
+        b'{"a": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000 + b"]" * 100_000,
+    ):
+        path.write_bytes(payload)
+        running = agent(
+            args=["enqueue", "schedule", ENTITY, "--idempotency-key", "k"],
+            prefix=["bash", "-c", '"$@" < "$0"', str(path)],
+        )
+        code, said = running.wait(60), running.log()
+        assert_plain(said)
+        assert (code, said.count("\n")) == (2, 1), (payload[:20], said)
+        assert "payload" in said and "None" not in said and len(said) < 500
+    path.unlink()
+    assert rows(db) == [] and not db.value("SELECT count(*) FROM serversync.idempotency_keys")
+
+
+def test_arguments_that_make_no_entry_are_a_matter_of_usage(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    for args in (
+        ["schedule", "no-uuid"],
+        ["schedule", ENTITY[:-1]],
+        ["schedule", f"{{{ENTITY}}}"],
+        ["x" * 31, ENTITY],
+        ["", ENTITY],
+        ["schedule"],
+        ["schedule", ENTITY, "--idempotency-key", ""],
+        ["schedule", ENTITY, "--idempotency-key", "".join(map(str, range(3000)))],
+    ):
+        said = enqueue(agent, *args, code=2).stdout
+        assert "serversync" in said and len(said) < 1000
+    assert rows(db) == []
+
+
+def test_a_type_of_thirty_letters_of_any_kind_is_taken(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    enqueue(agent, "日" * 30, ENTITY, payload="[1]")
+    assert rows(db) == [("日" * 30, ENTITY, [1])]
+
+
+def test_arguments_that_are_no_text_are_refused_in_words(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    odd: Any
+    for odd in (
+        ["enqueue", b"\xff", ENTITY],
+        ["enqueue", "schedule", ENTITY, "--idempotency-key", b"\xff"],
+        ["replay", "--type", b"\xff"],
+        ["replay", "--call", b"\xff"],
+    ):
+        running = agent(args=odd)
+        assert running.wait(60) in (0, 2)
+        assert "Traceback" not in running.log()
+    assert rows(db) == []
+
+
+def test_a_payload_beyond_what_the_agent_sends_is_refused(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    path = db.cluster.directory / f"large_{db.name}"
+    path.write_text(json.dumps({"text": "x" * (9 * MIB)}))
+    running = agent(
+        args=["enqueue", "schedule", ENTITY], prefix=["bash", "-c", '"$@" < "$0"', str(path)]
+    )
+    assert running.wait(120) == 2
+    path.unlink()
+    assert "SYNC_ENTRY_MAX_BYTES" in running.log()
+    assert not db.pending()
+
+
+@pytest.mark.parametrize("command", ["replay", "prune", "enqueue"])
+def test_without_a_database_or_its_schema_the_missing_one_is_named(
+    desk: Desk, agent: AgentFactory, db: Database, command: str
+) -> None:
+    args = {
+        "replay": ["replay", "--seq", "1-"],
+        "prune": ["prune", "--yes"],
+        "enqueue": ["enqueue", "schedule", ENTITY],
+    }[command]
+    nowhere: Any = {"DATABASE_URL": "postgresql://127.0.0.1:9/x"}
+    run = agent.once
+    for settings, words in (({}, "sudo serversync setup"), (nowhere, "database is not there")):
+        done = run(*args, **settings)
+        assert done.returncode == 69 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_role_without_the_right_to_do_it_is_told_the_line(
+    desk: Desk, schema: None, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    role = f"poor_{db.name}"
+    with db.admin() as admin:
+        admin.execute(f"CREATE ROLE {role} LOGIN")
+    url: Any = {"DATABASE_URL": db.cluster.url(db.name, user=role)}
+    for args in (["replay", "--seq", "1-"], ["prune"], ["dlq", "list"], ["dlq", "retry-all"]):
+        said = desk(*args, code=69, **url).stderr
+        assert "permission denied" in said and "sudo serversync setup" in said
+
+
+def test_what_came_while_a_replay_was_decided_has_the_last_word(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, desk: Desk
+) -> None:
+    agent(SYNC_POLL_INTERVAL_SEC=3600)
+    name = str(uuid.uuid4())
+    old = backend.enqueue(payload={"is": "old"}, entity_id=name)
+    frontend.wait(lambda: frontend.seqs() == [old], what="the entry")
+    with ThreadPoolExecutor(1) as pool, db.connect(autocommit=False) as blocker:
+        # The replay has looked for newer entries, and waits for this row.
+        blocker.execute("SELECT FROM sync_outbox WHERE id = %s FOR UPDATE", (old,))
+        replay = pool.submit(desk, "replay", "--seq", str(old), "--yes")
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        wait_until(lambda: db.value(waiting), 60, "the replay at the lock")
+        new = backend.enqueue(payload={"is": "new"}, entity_id=name)
+        frontend.wait(lambda: new in frontend.seqs(), what="the newer entry")
+        blocker.rollback()
+        assert replay.result().returncode == 0
+    frontend.wait(lambda: len(frontend.seqs()) == 4, what="both of them again")
+    assert frontend.seqs() == [old, new, old, new]
+    assert frontend.store[name]["payload"] == {"is": "new"}

@@ -1,0 +1,519 @@
+"""`serversync setup`, which prepares a database for a role of few rights; and who acts when root or
+somebody else types a command."""
+
+import json
+import os
+import pwd
+import shlex
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+import serversync
+from agent import Agent, AgentFactory, agent_env, run_once, write_env_file
+from backend import Backend
+from desk import Desk, assert_plain, bury, state_of
+from frontend import Frontend
+from ledger import receipts
+from pg import Cluster, Database
+from waiting import wait_until
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+OTHER_USER = "nobody"
+AS_OTHER = ["setpriv", "--reuid", OTHER_USER, "--regid", "nogroup", "--clear-groups", "--"]
+INDEX = """
+    SELECT i.indisvalid, pg_get_indexdef(i.indexrelid)
+    FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+    WHERE c.relname = 'sync_outbox_serversync_pending'
+"""
+# Whatever was written anew has another xmin; what was made anew also another oid.
+CATALOGS = (
+    *("pg_class", "pg_attribute", "pg_attrdef", "pg_index", "pg_constraint", "pg_trigger"),
+    *("pg_proc", "pg_namespace", "pg_type", "pg_description", "pg_depend", "pg_sequence"),
+    *("pg_database", "pg_db_role_setting", "pg_authid", "pg_auth_members", "pg_default_acl"),
+)
+
+
+def catalogs(db: Database) -> dict[str, list[Any]]:
+    """Every row of every catalog that setup could write to."""
+    with db.admin() as admin:
+        found = {}
+        for name in CATALOGS:
+            query = f"SELECT xmin::text, md5({name}::text) FROM {name} ORDER BY 2"
+            if name in ("pg_class", "pg_index"):  # statistics are written in place
+                query = f"SELECT xmin::text, {name}.ctid::text FROM {name} ORDER BY 2"
+            found[name] = admin.execute(query).fetchall()
+        roots = "SELECT to_regclass('serversync.sender')::text"
+        if admin.execute(roots).fetchall()[0][0]:
+            sender = "SELECT xmin::text, sender::text FROM serversync.sender"
+            found["sender"] = admin.execute(sender).fetchall()
+        return found
+
+
+@pytest.fixture
+def desk(agent: AgentFactory) -> Desk:
+    return Desk(agent)
+
+
+def by_superuser(db: Database) -> Database:
+    """The same database for somebody who may look into a schema of another role."""
+    own = Database(db.cluster, db.name)
+    own.url = db.cluster.url(db.name, user="postgres")
+    return own
+
+
+class Role:
+    """A role of this test's own that may not be there yet, and how one comes in as it."""
+
+    def __init__(self, db: Database) -> None:
+        self.name = f"Role of {db.name}"
+        self.url = db.cluster.url(db.name, user=self.name.replace(" ", "%20"))
+        self.admin_url = db.cluster.url(db.name, user="postgres")
+        self.setup = ("setup", "--admin-url", self.admin_url)
+
+
+@pytest.fixture
+def role(db: Database) -> Iterator[Role]:
+    made = Role(db)
+    yield made
+    with db.admin() as admin:
+        if admin.execute("SELECT FROM pg_roles WHERE rolname = %s", (made.name,)).rowcount:
+            name = psycopg.sql.Identifier(made.name)
+            admin.execute(psycopg.sql.SQL("DROP OWNED BY {} CASCADE").format(name))
+            admin.execute(psycopg.sql.SQL("DROP ROLE {}").format(name))
+
+
+def steps(text: str) -> dict[str, str]:
+    """What was done by the name of each step."""
+    found = {}
+    for line in text.splitlines():
+        done, _, name = line.partition(" ")
+        assert done in ("made", "there", "failed"), line
+        found["marker" if name.strip().startswith("marker in") else name.strip()] = done
+    return found
+
+
+def assert_all_is_there(desk: Desk, db: Database, role: Role, **settings: Any) -> None:
+    """Once more: everything is there, and nothing at all is written."""
+    before = catalogs(db)
+    again = steps(desk(*role.setup, DATABASE_URL=role.url, **settings).stdout)
+    assert set(again.values()) == {"there"} and len(again) >= 9
+    assert desk(*role.setup, "--print-sql", DATABASE_URL=role.url, **settings).stdout == ""
+    after = catalogs(db)
+    for name, rows in before.items():
+        assert after[name] == rows, name
+
+
+def assert_works(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role
+) -> Agent:
+    """An agent with this role goes on with nothing less."""
+    running = agent(DATABASE_URL=role.url, SYNC_POLL_INTERVAL_SEC=3600)
+    running.wait_sentence("idle")
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
+    wait_until(lambda: not call.directory.exists(), what="its deletion", state=running.log)
+    wait_until(lambda: backend.upload_status(call)[0] == "uploaded", what="its status")
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), what="an entry by NOTIFY")
+    wait_until(lambda: not db.pending(), what="the end", state=running.log)
+    assert not running.lines("going on with less")
+    return running
+
+
+# -- what it makes --------------------------------------------------------------------------------
+
+
+def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothing(
+    desk: Desk,
+    agent: AgentFactory,
+    backend: Backend,
+    frontend: Frontend,
+    db: Database,
+    role: Role,
+) -> None:
+    made = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    there = [name for name, done in made.items() if done == "there"]
+    assert "role" not in there and "sync_outbox" not in there and "marker" not in there
+    assert {"role", "sync_outbox", "recordings", "schema serversync", "marker"} <= set(made)
+    (index,) = db.rows(INDEX)
+    assert index[0] and index[1].endswith("USING btree (id) WHERE (processed_at IS NULL)")
+    assert db.rows("SELECT tgenabled FROM pg_trigger WHERE tgname = 'serversync_wake'") == [("O",)]
+    rights = db.rows(
+        "SELECT rolsuper, rolcreatedb, rolcreaterole, rolcanlogin, rolreplication, rolbypassrls"
+        " FROM pg_roles WHERE rolname = %s",
+        (role.name,),
+    )
+    assert rights == [(False, False, False, True, False, False)]
+    root_id = (backend.recordings_dir / serversync.MARKER).read_text().strip()
+    with db.admin() as admin:
+        known = admin.execute("SELECT root_id FROM serversync.sender").fetchall()
+    assert known == [(root_id,)]
+    assert_all_is_there(desk, db, role)
+
+    assert_works(agent, backend, frontend, db, role)
+    # Nor can it do more than it needs.
+    with psycopg.connect(role.url, autocommit=True) as poor:
+        for statement in (
+            "UPDATE sync_outbox SET payload = '{}'",
+            "TRUNCATE sync_outbox",
+            "DROP TABLE sync_outbox",
+            "UPDATE recordings SET file_path = ''",
+            "DELETE FROM recordings",
+            "UPDATE system_settings SET extra = '{}'",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                poor.execute(statement)
+
+
+def test_people_s_commands_work_with_the_role_that_setup_made(
+    desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database, role: Role
+) -> None:
+    url: dict[str, Any] = {"DATABASE_URL": role.url}
+    desk(*role.setup, **url)
+    entity = str(uuid.uuid4())
+    assert agent.once("enqueue", "schedule", entity, **url).returncode == 2  # no payload
+    enqueued = run_once(agent.env(**url), args=("enqueue", "schedule", entity), stdin="{}")
+    assert enqueued.stdout == "1\n"
+    assert agent.once(**url).returncode == 0
+    desk("replay", "--seq", "1", "--yes", **url)
+    assert agent.once(**url).returncode == 0
+    assert len(frontend.received(entity)) == 2
+    with db.admin() as admin:
+        admin.execute("UPDATE sync_outbox SET processed_at = now() - interval '40 days'")
+        admin.execute("UPDATE serversync.deliveries SET started_at = now() - interval '40 days'")
+    assert desk("prune", "--yes", **url).stdout == "deleted 1 row and 2 receipts\n"
+    own = by_superuser(db)
+    (letter,) = bury(own, [{"n": 1}])
+    own.execute("DELETE FROM sync_outbox")
+    desk("dlq", "retry", letter, **url)
+    assert agent.once(**url).returncode == 0
+    assert state_of(own, letter) == ("RESOLVED", 0) and len(receipts(own)) == 1
+    own.close()
+    for command in (["dlq", "list"], ["metrics"]):
+        desk(*command, **url)
+
+
+def test_printed_sql_changes_nothing_by_itself_and_all_when_psql_runs_it(
+    desk: Desk, db: Database, role: Role, backend: Backend
+) -> None:
+    before = catalogs(db)
+    script = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
+    assert catalogs(db) == before and not list(backend.recordings_dir.iterdir())
+    assert f'create role "{role.name}"' in script and "create index concurrently" in script
+    psql(role, script)
+    assert desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout == ""
+    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    assert {name for name, what in done.items() if what == "made"} == {"marker"}
+    assert_all_is_there(desk, db, role)
+
+
+def psql(role: Role, script: str) -> None:
+    command = ["psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", role.admin_url]
+    done = subprocess.run(
+        command, input=script, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("printed", [False, True], ids=["directly", "by psql"])
+def test_a_backend_in_a_schema_of_its_own_is_found(
+    desk: Desk,
+    agent: AgentFactory,
+    backend: Backend,
+    frontend: Frontend,
+    db: Database,
+    role: Role,
+    printed: bool,
+) -> None:
+    with db.admin() as admin:
+        admin.execute('CREATE SCHEMA "Voice, bot" AUTHORIZATION voicebot')
+        for table in ("sync_outbox", "recordings", "system_settings"):
+            admin.execute(f'ALTER TABLE {table} SET SCHEMA "Voice, bot"')
+        admin.execute(
+            f'ALTER ROLE voicebot IN DATABASE {db.name} SET search_path = "Voice, bot", public'
+        )
+    db.close()
+    if printed:
+        psql(role, desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout)
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert db.rows(INDEX)[0][0]
+    assert_all_is_there(desk, db, role)
+    assert_works(agent, backend, frontend, db, role)
+
+
+def test_the_tables_of_an_earlier_role_are_handed_over(
+    desk: Desk,
+    agent: AgentFactory,
+    backend: Backend,
+    frontend: Frontend,
+    db: Database,
+    role: Role,
+) -> None:
+    seq = backend.enqueue()
+    assert agent.once().returncode == 0  # as the backend's own role
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+    running = assert_works(agent, backend, frontend, db, role)
+    running.stop()
+    assert "1 to be sent again" in desk("replay", "--seq", str(seq), DATABASE_URL=role.url).stdout
+    owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'serversync'"
+    assert db.rows(owners) == [(role.name,)]
+
+
+def test_a_transaction_that_lasts_is_named_and_what_it_left_half_done_is_finished(
+    desk: Desk, backend: Backend, db: Database, role: Role
+) -> None:
+    with db.connect(autocommit=False) as busy:
+        backend.enqueue(connection=busy)
+        refused = desk(*role.setup, DATABASE_URL=role.url, code=None)
+        assert refused.returncode not in (0, 2)
+        assert "lock timeout" in refused.stderr and "is not there" not in refused.stderr
+    if db.rows(INDEX):
+        assert not db.rows(INDEX)[0][0]
+    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    assert "failed" not in done.values()
+    assert db.rows(INDEX)[0][0]
+    assert_all_is_there(desk, db, role)
+
+
+def test_an_invalid_index_is_replaced(
+    desk: Desk, backend: Backend, db: Database, role: Role
+) -> None:
+    backend.enqueue_many(2)
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        db.execute(
+            "CREATE UNIQUE INDEX CONCURRENTLY sync_outbox_serversync_pending"
+            " ON sync_outbox (entity_type)"
+        )
+    assert [row[0] for row in db.rows(INDEX)] == [False]
+    script = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
+    assert script.index("drop index concurrently") < script.index("create index concurrently")
+    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    assert done["an invalid index dropped"] == done["index of pending entries"] == "made"
+    (index,) = db.rows(INDEX)
+    assert index[0] and "UNIQUE" not in index[1]
+
+
+# -- what it cannot do ----------------------------------------------------------------------------
+
+
+def one_sentence(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Refused in one line of words."""
+    assert_plain(done.stdout + done.stderr)
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+def test_what_setup_cannot_mend_is_said_in_words(desk: Desk, db: Database, role: Role) -> None:
+    nowhere = desk(*role.setup[:1], DATABASE_URL="postgresql://a@127.0.0.1:9/x", code=69)
+    one_sentence(nowhere, "the database is not there")
+    with db.admin() as admin:
+        admin.execute(f'CREATE ROLE "{role.name}" NOLOGIN')
+    one_sentence(
+        desk(*role.setup, DATABASE_URL=role.url, code=69), role.name, "not permitted to log in"
+    )
+    db.execute("DROP TABLE sync_outbox")
+    one_sentence(desk(*role.setup, DATABASE_URL=role.url, code=69), "no table sync_outbox")
+    empty = db.cluster.url("postgres", user="postgres")
+    none = desk("setup", "--admin-url", empty, DATABASE_URL=role.url, code=69)
+    one_sentence(none, "no table sync_outbox")
+    gone = desk(*role.setup[:2], role.admin_url + "_gone", DATABASE_URL=role.url, code=69)
+    one_sentence(gone, "does not exist")
+
+
+def test_a_role_without_the_rights_is_told_how_to_get_them(
+    desk: Desk, db: Database, role: Role
+) -> None:
+    with db.admin() as admin:
+        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
+    before = catalogs(db)
+    # The configuration's own role, over TCP: it may not give itself anything.
+    refused = desk("setup", DATABASE_URL=role.url, code=78)
+    one_sentence(refused, "sudo serversync setup", "--admin-url")
+    assert catalogs(db) == before
+    for command in ("once", "run"):
+        done = desk(command, DATABASE_URL=role.url, code=78)
+        assert "sudo serversync setup" in done.stderr
+
+
+def test_a_recordings_directory_that_is_not_there_is_said_at_the_end(
+    desk: Desk, db: Database, role: Role, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    done = desk(*role.setup, DATABASE_URL=role.url, SYNC_RECORDINGS_DIR=missing, code=1)
+    assert done.stdout.splitlines()[-1].startswith("failed ") and str(missing) in done.stdout
+    assert_plain(done.stdout)
+
+
+# -- who acts -------------------------------------------------------------------------------------
+
+PEERS = """\
+local all postgres peer map=super
+local all all peer
+host all all 127.0.0.1/32 trust
+"""
+SUPER = "super postgres postgres\nsuper root postgres\n"
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Cluster]:
+    """A server that believes whom the kernel says one is."""
+    made = Cluster()
+    for name, text in (("pg_hba.conf", PEERS), ("pg_ident.conf", SUPER)):
+        (made.data / name).write_text(text)
+    made.directory.chmod(0o755)
+    with made:
+        yield made
+
+
+class Box:
+    """A device whose service runs as another user, with peer authentication."""
+
+    def __init__(self, peers: Cluster, frontend: Frontend) -> None:
+        self.user = pwd.getpwnam(OTHER_USER)
+        self.directory = Path(tempfile.mkdtemp(prefix="serversync-box-"))
+        self.directory.chmod(0o755)
+        self.db = Database(peers)
+        self.backend = Backend(self.db, self.directory / "backend")
+        os.chown(self.backend.recordings_dir, self.user.pw_uid, self.user.pw_gid)
+        self.runtime_dir = self.directory / "run"
+        self.runtime_dir.mkdir()
+        os.chown(self.runtime_dir, self.user.pw_uid, self.user.pw_gid)
+        url = f"postgresql:///{self.db.name}?host={peers.directory}&port={peers.port}"
+        settings = agent_env(self.db, frontend, self.backend, DATABASE_URL=url)
+        self.env_file = write_env_file(self.directory / "serversync.env", settings)
+        self._service: subprocess.Popen[bytes] | None = None
+
+    def pretend_service(self) -> None:
+        """A process of the service's user, as its state file would name it."""
+        self._service = subprocess.Popen([*AS_OTHER, "sleep", "600"])
+        wait_until(
+            lambda: (
+                os.stat(f"/proc/{self._service and self._service.pid}").st_uid == self.user.pw_uid
+            ),
+            what="the other user's process",
+        )
+        state = {"pid": self._service.pid, "since": 0, "at": 0}
+        (self.runtime_dir / "state.json").write_text(json.dumps(state))
+
+    def __call__(
+        self, *args: str, code: int = 0, prefix: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        done = run_once(self.environ, 120, self.command(*args), stdin="{}", prefix=prefix)
+        assert_plain(done.stdout + done.stderr)
+        assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
+        return done
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {"RUNTIME_DIRECTORY": str(self.runtime_dir)}
+
+    def command(self, *args: str) -> list[str]:
+        """The usual env file lies in a directory that is closed to others."""
+        return [*args, "--env-file", str(self.env_file)]
+
+    def close(self) -> None:
+        if self._service:
+            self._service.kill()
+            self._service.wait(10)
+        self.db.drop()
+        with self.db.cluster.admin() as admin:
+            admin.execute(f"DROP ROLE IF EXISTS {OTHER_USER}")
+        shutil.rmtree(self.directory)
+
+
+@pytest.fixture
+def box(peers: Cluster, frontend: Frontend) -> Iterator[Box]:
+    made = Box(peers, frontend)
+    yield made
+    made.close()
+
+
+@needs_root
+def test_setup_typed_by_root_is_the_superuser_for_the_database_and_the_service_for_the_rest(
+    box: Box, frontend: Frontend
+) -> None:
+    box.pretend_service()
+    done = steps(box("setup").stdout)
+    assert done["role"] == "made" and done["marker"] == "made"
+    marker = box.backend.recordings_dir / serversync.MARKER
+    assert marker.stat().st_uid == box.user.pw_uid
+    assert box.db.value("SELECT count(*) FROM pg_roles WHERE rolname = %s", (OTHER_USER,)) == 1
+    assert set(steps(box("setup").stdout).values()) == {"there"}
+
+    # Commands that root types are the service's user: root has no role there.
+    assert box("enqueue", "schedule", str(uuid.uuid4())).stdout == "1\n"
+    assert box("once").returncode == 0
+    assert len(frontend.entries) == 1
+    assert box("replay", "--seq", "1").stdout.split()[:2] == ["1", "to"]
+    for command in (["dlq", "list"], ["dlq", "retry-all"], ["prune"], ["metrics"], ["status"]):
+        box(*command)
+    (letter,) = bury(by_superuser(box.db), [{"n": 1}])
+    box("dlq", "retry", letter)
+    # What it makes for itself is the service's, too.
+    assert {path.stat().st_uid for path in box.backend.recordings_dir.rglob("*")} == {
+        box.user.pw_uid
+    }
+
+
+@needs_root
+def test_commands_typed_by_root_find_the_agent_that_runs_as_somebody_else(
+    box: Box, frontend: Frontend
+) -> None:
+    box.pretend_service()
+    box("setup")
+    running = Agent({}, args=box.command("run"), prefix=AS_OTHER, runtime_dir=box.runtime_dir)
+    try:
+        running.wait_sentence("idle", 60)
+        assert f"(pid {running.pid})" in box("status").stdout
+        call = box.backend.end_call()
+        frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
+        wait_until(lambda: not call.directory.exists() or running.lines("cannot"), what="the end")
+        seq = int(box("enqueue", "schedule", str(uuid.uuid4())).stdout)
+        frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
+    finally:
+        running.close()
+
+
+@needs_root
+def test_somebody_who_may_not_read_the_configuration_is_told_the_line(tmp_path: Path) -> None:
+    env = agent_env(None, None, None, DATABASE_URL="postgresql:///x", FRONTEND_BASE_URL="http://x")
+    for args in (("status",), ("dlq", "list", "two words"), ("setup",)):
+        # Its env file lies in a directory that only root may enter.
+        refused = run_once(env, args=args, prefix=AS_OTHER)
+        assert refused.returncode == 78
+        one_sentence(refused, "Permission denied", "run: sudo serversync --env-file /")
+        assert refused.stderr.rstrip().endswith(
+            "dlq list 'two words'" if len(args) == 3 else args[0]
+        )
+
+
+@needs_root
+def test_somebody_whom_the_database_does_not_know_is_told_the_line(box: Box) -> None:
+    for args in (["dlq", "list"], ["replay", "--seq", "1"], ["enqueue", "a", str(uuid.uuid4())]):
+        refused = box(*args, prefix=AS_OTHER, code=69)
+        one_sentence(refused, ": run: sudo serversync --env-file /")
+        assert refused.stderr.rstrip().endswith(shlex.join(box.command(*args)))
+    assert "sudo serversync" in box("status", prefix=AS_OTHER, code=69).stdout
+    assert box("setup", prefix=AS_OTHER, code=69).stderr.count("sudo serversync") == 1
+
+
+def test_a_link_is_not_taken_for_the_directory_that_was_named(tmp_path: Path) -> None:
+    # Its name would be a line of its own in a file that systemd-tmpfiles reads as root.
+    strange = tmp_path / "x\nf /tmp/owned 0644 root root - owned\n#"
+    strange.mkdir(parents=True)
+    (tmp_path / "recordings").symlink_to(strange)
+    assert "leads by a link to" in serversync._unfit("--recordings", f"{tmp_path}/recordings")
+    assert "must be an absolute path" in serversync._unfit("--recordings", str(strange))
+    assert "a directory of its own" in serversync._unfit("--recordings", "/etc/systemd")
+    assert serversync._unfit("--recordings", str(tmp_path)) == ""

@@ -1,0 +1,493 @@
+"""`serversync status`: one screen, its JSON, and the screen that repaints itself."""
+
+import json
+import os
+import re
+import signal
+import time
+import uuid
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import serversync
+from agent import Agent, AgentFactory
+from backend import Backend
+from desk import Desk, Terminal, give_up
+from frontend import Frontend, Reply, Request
+from ledger import hold, uploads, waiting
+from pg import Database
+from proxy import Proxy
+from waiting import wait_until
+
+NOWHERE = "postgresql://127.0.0.1:9/x"
+SHAPE = {
+    "version": 0,
+    "device": 0,
+    "at": 0,
+    "frontend": 0,
+    "outages": 0,
+    "progress": 0,
+    "agent": {"state", "pid", "since", "sentence", "seen_at", "inflight"},
+    "database": {"ok", "error"},
+    "outbox": {"pending", "oldest_at", "oldest_seconds", "by_type", "waiting", "reasons"},
+    "recordings": {
+        *("waiting", "waiting_bytes", "deletions_waiting", "deletions_failed"),
+        *("directory", "bytes", "disk_free", "disk_total"),
+    },
+    "dead_letters": {"PENDING", "RETRYING", "RESOLVED", "DEAD"},
+    "deliveries": {"last_success_at", "hour", "day"},
+    "checks": {"recordings", "listening"},
+}
+
+
+@pytest.fixture
+def desk(agent: AgentFactory) -> Desk:
+    return Desk(agent)
+
+
+def beside(running: Agent) -> dict[str, Any]:
+    """The settings of a command that finds this agent's state file."""
+    return {"RUNTIME_DIRECTORY": running.runtime_dir}
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The screen's words by their titles; what goes on below a title belongs to it."""
+    rows: dict[str, str] = {}
+    title = ""
+    for line in text.splitlines()[2:]:
+        title = line[:13].strip() or title
+        rows[title] = f"{rows.get(title, '')} {line[13:]}".strip()
+    return rows
+
+
+def moment(text: str) -> float:
+    at = datetime.fromisoformat(text)
+    assert at.tzinfo is not None
+    return at.timestamp()
+
+
+# -- the agent ------------------------------------------------------------------------------------
+
+
+def test_a_running_agent_with_nothing_to_do(
+    desk: Desk, agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    before = time.time()
+    running = agent()
+    running.wait_sentence("idle")
+
+    screen = desk("status", **beside(running)).stdout
+    assert screen.splitlines()[0].split() == [
+        *("serversync", f"{serversync.__version__},", "device", "test-device,", "to", frontend.url)
+    ]
+    rows = rows_of(screen)
+    assert set(rows) == {"agent", "outbox", "dead letters", "delivered", "recordings"}
+    line = rf"running for \d+ (s|min) \(pid {running.pid}\) idle: nothing to send"
+    assert re.fullmatch(line, rows["agent"])
+    assert rows["outbox"] == "nothing pending" and rows["dead letters"] == "none"
+    assert rows["delivered"].startswith("never yet; in the last hour 0 entries and 0 recordings")
+    assert rows["recordings"].startswith("0 to upload, 0 to delete, ")
+    assert re.search(r"\d GB of [\d.]+ GB free$", rows["recordings"])
+
+    view = desk.json("status", **beside(running))
+    assert set(view) == set(SHAPE)
+    for part, keys in SHAPE.items():
+        if isinstance(keys, set):
+            assert set(view[part]) == keys, part
+    assert (view["version"], view["device"]) == (serversync.__version__, "test-device")
+    assert view["frontend"] == frontend.url
+    assert before - 1 <= moment(view["at"]) <= time.time()
+    seen = view["agent"]
+    assert (seen["state"], seen["pid"], seen["inflight"]) == ("running", running.pid, 0)
+    assert before - 1 <= moment(seen["since"]) <= moment(seen["seen_at"]) <= time.time()
+    assert seen["sentence"] == "idle: nothing to send"
+    assert view["database"] == {"ok": True, "error": None}
+    assert view["outbox"] == {
+        "pending": 0,
+        "oldest_at": None,
+        "oldest_seconds": 0,
+        "by_type": {},
+        "waiting": 0,
+        "reasons": {},
+    }
+    assert view["recordings"]["directory"] == str(backend.recordings_dir)
+    assert view["dead_letters"] == dict.fromkeys(SHAPE["dead_letters"], 0)  # type: ignore[call-overload]
+    nothing = {"entries": 0, "files": 0, "bytes": 0}
+    assert view["deliveries"] == {"last_success_at": None, "hour": nothing, "day": nothing}
+    assert view["checks"] == {"recordings": [], "listening": True}
+    assert view["outages"] == [] and view["progress"] is None
+
+
+def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    # Another host, or another /run: the database knows that there is one.
+    rows = rows_of(desk("status").stdout)
+    assert rows["agent"] == "running"
+    assert desk.json("status")["agent"] == {
+        "state": "running",
+        **dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight")),
+    }
+    running.kill()
+    wait_until(
+        lambda: not db.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"),
+        what="the end of its session",
+    )
+    backend.enqueue()
+    # Its state file is still there.
+    rows = rows_of(desk("status", code=69, **beside(running)).stdout)
+    assert rows["agent"] == "not running: sudo systemctl start serversync"
+    assert re.fullmatch(r"1 pending, the oldest for \d+ (s|min): schedule 1", rows["outbox"])
+    view = desk.json("status", code=69, **beside(running))
+    assert view["agent"]["state"] == "stopped" and view["outbox"]["pending"] == 1
+    assert view["agent"]["pid"] is view["agent"]["sentence"] is None
+
+
+def test_a_standby_is_shown_as_one(desk: Desk, agent: AgentFactory) -> None:
+    agent().wait_sentence("idle")
+    second = agent()
+    second.wait_sentence("standby")
+    rows = rows_of(desk("status", **beside(second)).stdout)
+    assert rows["agent"].startswith("standby for ")
+    assert rows["agent"].endswith("another agent holds the lock")
+    assert desk.json("status", **beside(second))["agent"]["state"] == "standby"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}'])
+def test_a_state_file_that_makes_no_sense_is_no_agent(
+    desk: Desk, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "state.json").write_text(content)
+    view = desk.json("status", code=69, RUNTIME_DIRECTORY=tmp_path, DATABASE_URL=NOWHERE)
+    assert view["agent"]["state"] == "stopped"
+
+
+# -- the database ---------------------------------------------------------------------------------
+
+
+def test_without_a_database_it_says_so_and_shows_what_else_there_is(
+    desk: Desk, agent: AgentFactory, db: Database, proxy: Proxy
+) -> None:
+    url: dict[str, Any] = {"DATABASE_URL": db.url_through(proxy.port)}
+    running = agent(**url)
+    running.wait_sentence("idle")
+    proxy.refuse()
+    proxy.cut()
+    running.wait_sentence("the database is not there")
+
+    rows = rows_of(desk("status", code=69, **beside(running), **url).stdout)
+    assert set(rows) == {"agent", "database", "recordings"}
+    assert "running" in rows["agent"] and "the database is not there" in rows["agent"]
+    assert rows["database"].startswith("the database is not there: ")
+    assert rows["recordings"].endswith(" free")
+    view = desk.json("status", code=69, **beside(running), **url)
+    assert view["database"]["ok"] is False and "not there" in view["database"]["error"]
+    assert view["outbox"] is view["dead_letters"] is view["deliveries"] is None
+    assert view["agent"]["state"] == "running" and view["recordings"]["disk_free"] > 0
+    assert view["checks"]["listening"] is False
+
+
+def test_without_the_schema_it_names_the_command_that_makes_it(desk: Desk, db: Database) -> None:
+    rows = rows_of(desk("status", code=69).stdout)
+    assert "sudo serversync setup" in rows["database"]
+    assert rows["agent"].startswith("not running")
+
+
+def test_the_password_of_the_database_is_not_shown(desk: Desk) -> None:
+    url = "postgresql://someone:hunter-of-9@127.0.0.1:9/x"
+    for how in ([], ["--json"]):
+        assert "hunter-of-9" not in desk("status", *how, code=69, DATABASE_URL=url).stdout
+
+
+def test_a_recordings_directory_that_is_not_there_is_named(
+    desk: Desk, agent: AgentFactory, tmp_path: Path
+) -> None:
+    agent.once()
+    missing = tmp_path / "unmounted"
+    shown = desk("status", code=69, SYNC_RECORDINGS_DIR=missing).stdout
+    assert f"{missing} cannot be read" in rows_of(shown)["recordings"]
+    view = desk.json("status", code=69, SYNC_RECORDINGS_DIR=missing)
+    assert view["recordings"]["bytes"] is view["recordings"]["disk_free"] is None
+
+
+# -- what waits, and why --------------------------------------------------------------------------
+
+
+def test_everything_that_waits_is_counted_with_its_reasons(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    (letter,) = give_up(agent, backend, frontend, "schedule")
+    backend.end_call()  # is uploaded, and cannot be deleted
+    (backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
+    assert agent.once().returncode == 0
+    bad = uuid.uuid4()
+    frontend.poison[str(bad)] = Reply(500)
+    backend.enqueue("call_log", entity_id=str(bad))
+    frontend.on_file = lambda request: Reply(502)
+    late = backend.end_call(seconds=3)
+    agent.once()
+    db.execute("UPDATE sync_outbox SET created_at = now() - interval '3 hours'")
+    db.execute(
+        "UPDATE serversync.deliveries SET started_at = started_at - interval '2 hours'"
+        " WHERE id = (SELECT min(id) FROM serversync.deliveries)"
+    )
+    assert len(waiting(db)) == 2 and len(uploads(db)) == 1
+    hold(db)
+
+    rows = rows_of(desk("status", code=69).stdout)
+    assert rows["outbox"] == (
+        "2 pending, the oldest for 3 h: call_log 1, recording_file 1"
+        " 2 of them wait for a retry: FRONTEND_5XX 2"
+    )
+    assert rows["dead letters"] == "1 PENDING"
+    assert rows["recordings"].startswith("1 to upload (96.0 kB), 1 to delete, 1 cannot be deleted,")
+    line = r"last \d+ (s|min) ago; in the last hour \d+ entries and 1 recording \([\d.]+ kB\)"
+    assert re.fullmatch(line, rows["delivered"])
+
+    view = desk.json("status", code=69)
+    outbox = view["outbox"]
+    assert 3 * 3600 <= outbox.pop("oldest_seconds") < 3 * 3600 + 600
+    assert abs(moment(outbox.pop("oldest_at")) - (time.time() - 3 * 3600)) < 600
+    assert outbox == {
+        "pending": 2,
+        "by_type": {"call_log": 1, "recording_file": 1},
+        "waiting": 2,
+        "reasons": {"FRONTEND_5XX": 2},
+    }
+    found = view["recordings"]
+    assert (found["waiting"], found["waiting_bytes"]) == (1, late.size)
+    assert (found["deletions_waiting"], found["deletions_failed"]) == (1, 1)
+    sizes = [path.stat().st_size for path in backend.recordings_dir.rglob("*") if path.is_file()]
+    assert found["bytes"] == sum(sizes)
+    disk = os.statvfs(backend.recordings_dir)
+    assert found["disk_total"] == disk.f_blocks * disk.f_frsize
+    assert view["dead_letters"] == {"PENDING": 1, "RETRYING": 0, "RESOLVED": 0, "DEAD": 0}
+    sent = db.dicts(
+        "SELECT kind, sum(entries) AS n, sum(bytes) AS bytes, max(started_at) AS last,"
+        " min(started_at) < now() - interval '1 hour' AS old FROM serversync.deliveries GROUP BY 1"
+    )
+    by_kind = {row["kind"]: row for row in sent}
+    day, hour = view["deliveries"]["day"], view["deliveries"]["hour"]
+    assert (day["entries"], day["files"]) == (by_kind["entries"]["n"], by_kind["file"]["n"])
+    assert day["bytes"] == by_kind["entries"]["bytes"] + by_kind["file"]["bytes"]
+    assert hour["entries"] < day["entries"] and hour["files"] == day["files"] == 1
+    assert moment(view["deliveries"]["last_success_at"]) >= by_kind["entries"]["last"].timestamp()
+    assert letter.id not in json.dumps(view)
+
+
+def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
+    backend.enqueue()
+    running = agent()
+    running.wait_log("outage")
+    wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
+
+    rows = rows_of(desk("status", **beside(running)).stdout)
+    line = r"entries, for \d+ (s|min), next try in \d+ (min|h): .*429.*"
+    assert re.fullmatch(line, rows["outage"]), rows
+    (outage,) = desk.json("status", **beside(running))["outages"]
+    assert set(outage) == {"endpoint", "code", "reason", "since", "next_try_at"}
+    assert (outage["endpoint"], outage["code"]) == ("entries", "RATE_LIMITED")
+    assert outage["reason"] in rows["outage"]
+    assert moment(outage["since"]) <= time.time()
+    assert 3500 <= moment(outage["next_try_at"]) - moment(outage["since"]) <= 3660
+
+
+@pytest.mark.parametrize("when", ["infinity", "-infinity"])
+def test_entries_of_no_date_at_all_are_counted(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database, when: str
+) -> None:
+    agent.once()
+    backend.enqueue()
+    db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
+    assert "1 pending" in desk("status", code=69).stdout
+    assert desk.json("status", code=69)["outbox"]["pending"] == 1
+
+
+def test_hostile_text_is_shown_as_text(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    hostile = "\x1b]0;title\x07\x9b2J\r\nagent  "
+    agent.once()
+    for number in range(4):
+        backend.enqueue(f"{hostile}{number}")
+    frontend.on_entries = lambda request: Reply(
+        503, {"Retry-After": "60"}, body=f"<title>{hostile}</title>"
+    )
+    frontend.on_head = lambda request: Reply(
+        raw=b"HTTP/1.1 503 \x1b[2J\x9b\r\nContent-Length: 0\r\nX: \x1b[2J\r\n\r\n"
+    )
+    running = agent(SYNC_BATCH_SIZE=1)
+    running.wait_log("outage")
+    wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
+    # Desk looks at every letter of it.
+    rows = rows_of(desk("status", **beside(running)).stdout)
+    assert "title" in rows["outbox"]
+    view = desk.json("status", **beside(running))
+    assert len(view["outbox"]["by_type"]) == 4
+    with Terminal(agent.env(**beside(running)), "status", rows=30, columns=200) as terminal:
+        assert terminal.wait() == 0
+        assert "4 pending" in terminal.screen.text
+
+
+# -- on a terminal --------------------------------------------------------------------------------
+
+
+def test_colours_are_for_terminals_and_not_for_those_who_want_none(
+    agent: AgentFactory, db: Database
+) -> None:
+    agent.once()
+    coloured: dict[str, set[str]] = {}
+    for wish in ("", "1"):
+        with Terminal(agent.env(NO_COLOR=wish), "status", columns=200) as terminal:
+            assert terminal.wait() == 69
+            assert "not running" in terminal.screen.text
+            coloured[wish] = terminal.screen.colours
+    assert coloured == {"": {"31m", "32m", "0m"}, "1": set()}
+
+
+BAR = re.compile(r"^(upload|drain) +\[(#*)(\.*)\] +(\d+) % +(.*)$", re.M)
+
+
+def bars(frames: list[str], kind: str) -> list[tuple[int, str]]:
+    """Of each frame with such a bar: its per cent, and the words behind it."""
+    found, widths = [], set()
+    for frame in frames:
+        match = BAR.search(frame)
+        if match and match[1] == kind:
+            full, width = len(match[2]), len(match[2] + match[3])
+            widths.add(width)
+            # The nearest place, and the nearest per cent.
+            assert abs(full / width - int(match[4]) / 100) <= 0.5 / width + 0.006
+            found.append((int(match[4]), match[5]))
+    assert len(widths) <= 1
+    assert [full for full, _ in found] == sorted(full for full, _ in found)
+    return found
+
+
+def assert_repainted(terminal: Terminal) -> None:
+    """In place: on the alternate screen, from its first corner on, and nothing has moved away."""
+    assert terminal.written.startswith("\x1b[?1049h\x1b[H")
+    assert terminal.written.count("\x1b[?1049h") == terminal.written.count("\x1b[?1049l") == 1
+    assert terminal.written.count("\x1b[H") >= 3
+    assert "\x1b[2J" not in terminal.written  # would flicker
+    assert terminal.screen.scrolled == 0
+
+
+def grown(terminal: Terminal, kind: str) -> None:
+    """Wait until a bar has been painted at three lengths."""
+    wait_until(
+        lambda: len({full for full, _ in bars(terminal.frames, kind)}) >= 3,
+        90,
+        f"a bar of the {kind} that grows",
+        lambda: terminal.screen.text,
+    )
+
+
+def end(terminal: Terminal) -> None:
+    """Ctrl-C; the terminal is as it was, and the last screen stays."""
+    terminal.press("\x03")
+    assert terminal.wait() == 0
+    assert not terminal.screen.alternate
+    assert terminal.screen.column == 0
+    assert "serversync" in terminal.screen.text and "Traceback" not in terminal.written
+    assert "hidden cursor" not in terminal.screen.colours
+    assert_repainted(terminal)
+
+
+def test_watching_shows_how_far_an_upload_is(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    frontend.read_rate = 150_000
+    call = backend.end_call(seconds=90)
+    running = agent()
+    with Terminal(agent.env(**beside(running)), "status", "--watch") as terminal:
+        grown(terminal, "upload")
+        end(terminal)
+    size = serversync.human(call.size)
+    words = rf"[\d.]+ (bytes|kB|MB) of {re.escape(size)}, [\d.]+ (bytes|kB|MB)/s, \d+ (s|min) left"
+    assert re.fullmatch(words, bars(terminal.frames, "upload")[-1][1])
+
+
+def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    go_on: list[bool] = []
+
+    def slowly(request: Request) -> None:
+        if not go_on:
+            time.sleep(0.1)
+
+    frontend.on_entries = slowly
+    backend.enqueue_many(1000)
+    running = agent(SYNC_BATCH_SIZE=10)
+    with Terminal(agent.env(**beside(running)), "status", "--watch") as terminal:
+        grown(terminal, "drain")
+        go_on.append(True)
+        terminal.wait_for("nothing pending")
+        wait_until(lambda: not BAR.search(terminal.screen.text), what="the end of the bar")
+        end(terminal)
+    words = r"\d+ of (\d+) entries, \d+/s(, \d+ (s|min) left)?"
+    totals = [re.fullmatch(words, text) for _, text in bars(terminal.frames, "drain")]
+    # What was sent since the agent last wrote its state file is in neither part of the total.
+    assert all(match and int(match[1]) <= 1000 for match in totals)
+    assert any(match and match[2] for match in totals)
+
+
+def test_watching_goes_on_while_the_database_comes_and_goes(
+    agent: AgentFactory, db: Database, proxy: Proxy
+) -> None:
+    agent.once()
+    proxy.refuse()
+    env = agent.env(DATABASE_URL=db.url_through(proxy.port))
+    with Terminal(env, "status", "--watch") as terminal:
+        terminal.wait_for("the database is not there")
+        proxy.resume()
+        terminal.wait_for("nothing pending")
+        assert "database" not in terminal.screen.text
+        proxy.silent()
+        painted = len(terminal.frames)
+        wait_until(lambda: len(terminal.frames) > painted, 60, "another screen")
+        end(terminal)
+
+
+def test_the_screen_fits_however_many_types_wait(
+    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    agent.once()
+    for number in range(120):
+        backend.enqueue(f"{number:03} an entity type as long")
+    # One screen: for whoever types it, and in place for whoever watches.
+    with Terminal(agent.env(), "status") as terminal:
+        terminal.wait()
+        assert "120 pending" in terminal.screen.text and terminal.screen.scrolled == 0
+    with Terminal(agent.env(), "status", "--watch") as terminal:
+        terminal.wait_for("120 pending")
+        wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
+        end(terminal)
+    assert len(desk.json("status", code=69)["outbox"]["by_type"]) == 120
+
+
+def test_whoever_ends_the_watching_leaves_the_terminal_as_it_was(agent: AgentFactory) -> None:
+    with Terminal(agent.env(), "status", "--watch") as terminal:
+        terminal.wait_for("not running")
+        os.kill(terminal.pid, signal.SIGTERM)
+        terminal.wait()
+        assert not terminal.screen.alternate and "Traceback" not in terminal.written
+
+
+def test_watching_into_a_pipe_prints_plain_screens_until_nobody_reads(agent: AgentFactory) -> None:
+    agent.once()
+    reader = ["bash", "-c", '"$@" | head -20; echo "${PIPESTATUS[0]}"', "bash"]
+    watching = agent(args=["status", "--watch"], prefix=reader)
+    watching.wait(60)
+    lines = watching.log().splitlines()
+    assert sum(line.startswith("serversync ") for line in lines) >= 2 and "\x1b" not in lines[0]
+    assert "Traceback" not in watching.log() and lines[-1] == "0"
