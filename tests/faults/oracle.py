@@ -10,6 +10,10 @@ from frontend import Frontend
 from pg import Database
 
 TRASH = ".serversync-trash"
+MARKED = """
+    select id, entity_id::text from sync_outbox
+    where processed_at is not null and entity_type <> 'recording_file' and id > %s
+"""
 
 
 @dataclass
@@ -27,6 +31,8 @@ class Oracle:
     _files: dict[str, set[str]] = field(default_factory=dict)
     _entities: set[str] = field(default_factory=set)
     _read: list[int] = field(default_factory=lambda: [0, 0])
+    _settled: set[str] = field(default_factory=set)  # recordings found gone and confirmed
+    _below: int = 0  # entries up to here were found marked and arrived
 
     def _catch_up(self) -> None:
         uploads, entries = self.frontend.uploads, self.frontend.entries
@@ -48,10 +54,16 @@ class Oracle:
         self._catch_up()
         return call.sha256 in self._files.get(call.call_log_id, set())
 
-    def lost(self) -> list[str]:
-        """What is lost at this very moment: true at any time, also in the middle of a fault."""
+    def lost(self, anew: bool = True) -> list[str]:
+        """What is lost at this very moment: true at any time, also in the middle of a fault.
+
+        Not `anew`: without what was looked at and found to be through before.
+        """
+        if anew:
+            self._settled, self._below = set(), 0
         problems = []
-        gone = [call for call in list(self.calls) if call.size and not self._on_disk(call)]
+        left = [call for call in list(self.calls) if call.recording_id not in self._settled]
+        gone = [call for call in left if call.size and not self._on_disk(call)]
         # In this order: what is gone by now must have been confirmed by now.
         uploaded = "select id::text from recordings where upload_status = 'uploaded'"
         shown = {row[0] for row in self.db.rows(uploaded)} if gone else set()
@@ -60,13 +72,22 @@ class Oracle:
                 problems.append(f"{call.call_id}: the file is gone, its bytes never arrived")
             if call.recording_id not in shown:
                 problems.append(f"{call.call_id}: the file is gone, the database has no URL")
-        processed = "select id, entity_id::text from sync_outbox where processed_at is not null"
-        marked = self.db.rows(processed + " and entity_type <> 'recording_file'")
+        if not problems:
+            self._settled |= {call.recording_id for call in gone}
+        return problems + self._marked_in_vain()
+
+    def _marked_in_vain(self) -> list[str]:
+        problems = []
+        pending = self.db.pending()
+        marked = self.db.rows(MARKED, (self._below,))
         dead = {row[0] for row in self._dead()}
         self._catch_up()
         for seq, entity_id in marked:
             if seq not in dead and entity_id not in self._entities:
                 problems.append(f"entry {seq} is marked, and never arrived")
+        if marked and not problems:
+            # Ids become visible out of order: not up to the very end.
+            self._below = min([*pending, max(row[0] for row in marked) - 1000]) - 1
         return problems
 
     def _on_disk(self, call: Call) -> bool:
@@ -86,7 +107,7 @@ class Oracle:
         """What is not through yet; empty when the faults have stopped and time has passed."""
         problems = [f"entry {seq} is pending" for seq in self.db.pending()]
         for call in self.calls:
-            if call.wav.exists():
+            if call.size and call.wav.exists():
                 problems.append(f"{call.call_id}: uploaded, but still on the disk")
         trash = self.backend.recordings_dir / TRASH
         if trash.exists():
@@ -140,8 +161,9 @@ class Oracle:
             first[call.seq("recording_file")] = files[call.recording_id]
         if sorted(first, key=lambda seq: first[seq]) != sorted(first):
             problems.append(f"{call.call_id}: out of order: {first}")
-        if set(first) != set(call.seqs):
-            problems.append(f"{call.call_id}: never arrived: {set(call.seqs) - set(first)}")
+        missing = set(call.seqs) - set(first) - self.doomed
+        if missing:
+            problems.append(f"{call.call_id}: never arrived: {missing}")
         return problems
 
     def repeated(self) -> int:

@@ -285,6 +285,42 @@ def test_a_log_that_takes_nothing_stops_nothing(
     assert (done.returncode, done.stderr) == (75, "")
 
 
+# A journal that accepts until its queue is full, and reads nothing; after a while it reads all.
+STUCK_JOURNAL = """
+mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal
+"$0" -c 'import socket as s, time
+journal = s.socket(s.AF_UNIX, s.SOCK_DGRAM)
+journal.bind("/run/systemd/journal/socket")
+time.sleep(60)' &
+while [ ! -S /run/systemd/journal/socket ]; do sleep 0.1; done
+export JOURNAL_STREAM="$(stat -L -c %d:%i /proc/self/fd/2)"
+exec "$@"
+"""
+STUCK_PIPE = """
+exec "$0" -c 'import fcntl, os, sys, time
+read, write = os.pipe()
+fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+if not os.fork():
+    os.close(write)
+    time.sleep(60)
+    os._exit(0)
+os.dup2(write, 2)
+os.execv(sys.argv[1], sys.argv[1:])' "$@"
+"""
+
+
+@pytest.mark.parametrize("script", [STUCK_JOURNAL, STUCK_PIPE], ids=["journal", "pipe"])
+def test_a_log_that_nobody_reads_stops_nothing(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, script: str
+) -> None:
+    prefix = ("unshare", "--mount", "sh", "-c", script, sys.executable)
+    running = agent(prefix=prefix, SYNC_BATCH_SIZE=1)
+    backend.enqueue_many(400)  # a line each: far more than fits
+    frontend.wait(lambda: len(frontend.entries) == 400, 120, "all entries")
+    code, _ = running.stop()
+    assert code == 0
+
+
 # --------------------------------------------------------------------------------------------------
 # Failing
 # --------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from oracle import Oracle
 from pg import Cluster, Database
 
 STEP = int(os.environ.get("SERVERSYNC_KILL_STEP", "16"))
-SHARDS = 4
+SHARDS = 8
 CALLS = "trace=%file,%network,%desc"
+PATIENCE_SEC = 300 + 6000 // STEP  # some 130 points a shard, and the machine may be busy
 
 
 @contextmanager
@@ -66,6 +67,7 @@ def plan(cluster: Cluster, directory: Path) -> list[tuple[str, int]]:
     return points
 
 
+@pytest.mark.timeout(PATIENCE_SEC)
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_a_kill_at_any_system_call_loses_nothing_and_the_next_start_finishes(
     cluster: Cluster, tmp_path: Path, shard: int
@@ -73,7 +75,8 @@ def test_a_kill_at_any_system_call_loses_nothing_and_the_next_start_finishes(
     points = plan(cluster, tmp_path)
     assert len(points) > 200, "the trace holds no cycle"
     killed = repeated = 0
-    for number, (name, count) in enumerate(points[shard * STEP :: STEP * SHARDS]):
+    points = points[shard * STEP :: STEP * SHARDS]
+    for number, (name, count) in enumerate(points):
         with scene(cluster, tmp_path / str(number)) as oracle:
             inject = f"inject={name}:signal=KILL:when={count}"
             log = tmp_path / "killed"
@@ -85,7 +88,9 @@ def test_a_kill_at_any_system_call_loses_nothing_and_the_next_start_finishes(
             assert not oracle.unfinished() + oracle.wrong(), where
             extra = oracle.calls[2].directory
             assert [path.name for path in extra.iterdir()] == ["b_leg.wav"], where
-            repeated += oracle.repeated()
-    print(f"{killed} kills, {repeated} entries sent again")
+            entries = oracle.repeated()
+            files = len(oracle.frontend.uploads) - len(oracle.calls)
+            assert bool(entries) + files <= 1, f"only one request was under way: {where}"
+            repeated += entries + files
+    print(f"{len(points)} points, {killed} kills, {repeated} entries and files sent again")
     assert killed
-    assert repeated <= killed * 12, "more was repeated than was under way"

@@ -1,0 +1,33 @@
+"""A short soak: everything at once for two minutes; the seed is printed. See soak.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).with_name("soak")
+MINUTES = 2
+# Two minutes of faults, then until all is through, and the verdict; the machine may be busy.
+PATIENCE_SEC = 600
+
+
+@pytest.mark.timeout(PATIENCE_SEC + 60)
+def test_two_minutes_of_everything_at_once_lose_nothing() -> None:
+    with subprocess.Popen(
+        [sys.executable, SOAK, str(MINUTES), "--hurry"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as running:
+        try:
+            said, _ = running.communicate(timeout=PATIENCE_SEC)
+        except subprocess.TimeoutExpired:
+            running.terminate()
+            print(running.communicate()[0])
+            raise
+    print(said)
+    assert running.returncode == 0, said[-6000:]
+    assert "passed: 0 problems" in said
+    assert "| lost entries | 0 |" in said
+    assert "| lost recordings | 0 |" in said
