@@ -4897,8 +4897,8 @@ def put_back(desk: Desk) -> Iterator[list[int]]:
     yield seqs
     until = time.monotonic() + desk.patience
     while seqs:
-        desk.run("notify serversync")
         under_way = desk.run(SEND_LAST, seqs=seqs, began=began)[0][0]
+        desk.run("notify serversync")
         if not under_way or time.monotonic() > until:
             break
         time.sleep(0.2)  # a newer one may be on its way just now

@@ -12,7 +12,7 @@ import pytest
 from agent import AgentFactory
 from backend import Backend, Call
 from desk import Desk, assert_plain, give_up
-from frontend import Frontend
+from frontend import Frontend, Reply, Request
 from ledger import dead_letters, receipts
 from pg import Database
 from waiting import wait_until
@@ -516,9 +516,16 @@ def test_a_role_without_the_right_to_do_it_is_told_the_line(
         assert "permission denied" in said and "sudo serversync setup" in said
 
 
+@pytest.mark.parametrize("seconds", [0, 3], ids=["delivered meanwhile", "on its way meanwhile"])
 def test_what_came_while_a_replay_was_decided_has_the_last_word(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, desk: Desk
-) -> None:
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, desk: Desk,
+    seconds: float,
+) -> None:  # fmt: skip
+    def slowly(request: Request) -> Reply | None:
+        newer = any(entry["payload"] == {"is": "new"} for entry in request.entries)
+        return Reply(200, {}, {"ok": True}, store=True, delay=seconds) if newer else None
+
+    frontend.on_entries = slowly
     agent(SYNC_POLL_INTERVAL_SEC=3600)
     name = str(uuid.uuid4())
     old = backend.enqueue(payload={"is": "old"}, entity_id=name)
@@ -530,9 +537,9 @@ def test_what_came_while_a_replay_was_decided_has_the_last_word(
         waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
         wait_until(lambda: db.value(waiting), 60, "the replay at the lock")
         new = backend.enqueue(payload={"is": "new"}, entity_id=name)
-        frontend.wait(lambda: new in frontend.seqs(), what="the newer entry")
+        frontend.wait(lambda: new in frontend.seqs(), what="the newer entry")  # not yet answered
         blocker.rollback()
         assert replay.result().returncode == 0
-    frontend.wait(lambda: len(frontend.seqs()) == 4, what="both of them again")
+    frontend.wait(lambda: len(frontend.seqs()) == 4, 60, what="both of them again")
     assert frontend.seqs() == [old, new, old, new]
     assert frontend.store[name]["payload"] == {"is": "new"}

@@ -508,6 +508,18 @@ def test_somebody_whom_the_database_does_not_know_is_told_the_line(box: Box) -> 
     assert box("setup", prefix=AS_OTHER, code=69).stderr.count("sudo serversync") == 1
 
 
+def test_the_superuser_s_session_calls_nothing_that_the_backend_made(
+    desk: Desk, db: Database, role: Role
+) -> None:
+    # It fits the arguments better than pg_catalog's own, which takes any.
+    db.execute(
+        "CREATE FUNCTION public.format(text, name, text) RETURNS text LANGUAGE plpgsql AS $$ "
+        "BEGIN RAISE EXCEPTION 'a trap'; END $$"
+    )
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+
+
 def test_a_link_is_not_taken_for_the_directory_that_was_named(tmp_path: Path) -> None:
     # Its name would be a line of its own in a file that systemd-tmpfiles reads as root.
     strange = tmp_path / "x\nf /tmp/owned 0644 root root - owned\n#"

@@ -127,10 +127,10 @@ def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
     running = agent()
     running.wait_sentence("idle")
     # Another host, or another /run: the database knows that there is one.
-    rows = rows_of(desk("status").stdout)
-    assert rows["agent"] == "running"
-    assert desk.json("status")["agent"] == {
-        "state": "running",
+    rows = rows_of(desk("status", code=69).stdout)
+    assert rows["agent"] == "not seen here, but another session holds the lock"
+    assert desk.json("status", code=69)["agent"] == {
+        "state": "elsewhere",
         **dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight")),
     }
     running.kill()
