@@ -69,6 +69,7 @@ from email.utils import formatdate, parsedate_to_datetime
 from enum import Enum
 from functools import cached_property, partial
 from itertools import islice
+from types import NoneType
 from typing import Any, Final, NoReturn, TextIO
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -440,7 +441,8 @@ def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if config.client_key and not config.client_cert:
         yield "SYNC_CLIENT_KEY is set without SYNC_CLIENT_CERT"
     try:
-        tls_context(config)
+        if config.ca_file or config.client_cert:  # else nothing can be wrong, and it takes 50 ms
+            tls_context(config)
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or error
         yield (
@@ -614,6 +616,8 @@ class Receipt:
     lane: str | None = None
     entity_id: str | None = None
     url: str | None = None
+    directory: str | None = None
+    files: str = "[]"  # what may be deleted now, as JSON
 
 
 @dataclass
@@ -985,8 +989,15 @@ class Process:
 
 def shut_socket(fd: int) -> None:
     """Ends whatever blocks on the socket. By a duplicate: SSLSocket.shutdown would drop TLS."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
-        twin.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        twin = os.dup(fd)
+        try:
+            with socket.socket(fileno=twin) as ended:
+                twin = -1  # its own from here on
+                ended.shutdown(socket.SHUT_RDWR)
+        finally:
+            if twin >= 0:  # the number is no socket's any more
+                os.close(twin)
 
 
 class StateFile:
@@ -1431,6 +1442,20 @@ create table serversync.sender (
 );
 insert into serversync.sender default values;
 
+-- Entries that a retry or a replay put back into the queue: since when they wait. For the numbers
+-- only, and kept for a day after.
+create table serversync.revived (
+    outbox_id bigint primary key, revived_at timestamptz not null default now()
+);
+
+-- Whether anybody holds the sender's lock.
+create function serversync.locked(key bigint) returns boolean language sql stable as $$
+    select exists (
+        select from pg_locks l join pg_database b on b.oid = l.database
+        where l.locktype = 'advisory' and l.granted and b.datname = current_database()
+          and (l.classid::bigint << 32 | l.objid::bigint) = key)
+$$;
+
 create table serversync.idempotency_keys (
     key text primary key,
     digest bytea not null,
@@ -1484,6 +1509,8 @@ create table serversync.recordings (
     id uuid primary key, call_log_id uuid, upload_status text, s3_url text, file_size_bytes bigint
 );
 create table serversync.system_settings (id int primary key, extra jsonb);
+
+insert into serversync.schema_version values (1);
 """
 MIGRATIONS: Final = (MIGRATION_1,)
 
@@ -1540,11 +1567,12 @@ select to_regclass('sync_outbox') is not null, to_regclass('recordings')::text,
 """
 CREATE_SCHEMA: Final = "create schema serversync"
 VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version"
-SET_VERSION: Final = "insert into serversync.schema_version values (%(number)s)"
-# A new holder of the lock: results of an older epoch are worth nothing.
+# A new holder of the lock: results of an older epoch are worth nothing. Durable, whatever the
+# database's default: an epoch that a power cut takes back would come twice.
 TAKE_OVER: Final = """
 update serversync.sender set epoch = epoch + 1, device = %(device)s
-returning id::text, epoch, root_id
+from (select set_config('synchronous_commit', 'on', true)) durable
+returning sender.id::text, epoch, root_id
 """
 ADOPT_ROOT: Final = "update serversync.sender set root_id = %(root_id)s"
 
@@ -1572,14 +1600,17 @@ for each statement execute function serversync.wake()
 """
 
 # The head of a cycle: what is there to do, in one statement. Partial indexes; failures' due index.
+# In order, not by `exists`: the planner would look through the table for it, processed rows first.
 LOOK: Final = """
 select (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number'
                     then greatest(-1, least((extra->>'syncIntervalSec')::numeric, 1e6))::float8 end
         from system_settings where id = 1),
-       exists (select from sync_outbox
-               where processed_at is null and entity_type <> 'recording_file'),
-       exists (select from sync_outbox
-               where processed_at is null and entity_type = 'recording_file'),
+       coalesce((select true from sync_outbox
+                 where processed_at is null and entity_type <> 'recording_file'
+                 order by id limit 1), false),
+       coalesce((select true from sync_outbox
+                 where processed_at is null and entity_type = 'recording_file'
+                 order by id limit 1), false),
        exists (select from serversync.failures)
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
        now()::text
@@ -1745,13 +1776,35 @@ where o.id = %(seq)s and o.processed_at is null
 """
 # A confirmed request: marked, its failures and letters settled, receipt and counters, all or
 # nothing. Row locks on the entries; a second run (after a lost COMMIT) changes nothing.
+# For a recording also its URL and what is to be deleted, and then it survives a power cut, whatever
+# the database's default. One statement: no transaction is ever open between two.
 CONFIRM: Final = """
-with sent as (
+with durable as materialized (
+    select set_config('synchronous_commit', 'on', true) where %(kind)s = 'file'
+), sent as (
     update sync_outbox set processed_at = now()
     where id = any (%(seqs)s::bigint[]) and processed_at is null
-    returning id, entity_type, case when isfinite(created_at)
-        then greatest(0, extract(epoch from clock_timestamp() - created_at))::float8
-        else 0 end as lag
+    returning id, entity_type, coalesce(
+        (select revived_at from serversync.revived where outbox_id = sync_outbox.id),
+        created_at) as since
+), aged as (
+    select case when isfinite(since)
+        then greatest(0, extract(epoch from clock_timestamp() - since))::float8 else 0 end as lag
+    from sent
+), marked as (  -- now or before: not where a trigger or a rule of others kept it pending
+    select 1 from sent
+    union all select 1 from sync_outbox
+    where id = any (%(seqs)s::bigint[]) and processed_at is not null
+), shown as (
+    update recordings set upload_status = 'uploaded', s3_url = %(url)s::text
+    where %(kind)s = 'file' and id = %(entity_id)s::uuid and exists (select from marked)
+), kept as (
+    insert into serversync.uploads (outbox_id, directory, files, file_url)
+    select seq, %(directory)s::text, %(files)s::jsonb, %(url)s::text
+    from unnest(%(seqs)s::bigint[]) seq
+    where %(kind)s = 'file' and exists (select from marked)
+    on conflict (outbox_id) do update set directory = excluded.directory, files = excluded.files,
+        file_url = excluded.file_url, uploaded_at = now(), tries = 0, error = null
 ), settled as (
     delete from serversync.failures where outbox_id = any (%(seqs)s::bigint[])
     returning outbox_id, tries
@@ -1783,32 +1836,20 @@ with sent as (
     union all select 'sent', entity_type, count(*) from sent group by entity_type
     union all select 'sent_as', %(outcome)s, count(*) from sent having count(*) > 0
     union all select 'lag', width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[])::text,
-                     count(*) from sent group by 2
-    union all select 'lag_sum', '', sum(lag) from sent having count(*) > 0
+                     count(*) from aged group by 2
+    union all select 'lag_sum', '', sum(lag) from aged having count(*) > 0
     union all select 'tries', least(tries, 9)::text, count(*) from tried group by 2
     union all select 'tries_sum', '', sum(tries) from tried having sum(tries) > 0
     union all select 'upload_bytes', '', %(bytes)s from sent where %(kind)s = 'file'
     on conflict (name, label) do update set value = c.value + excluded.value
 )
-select count(*) from sent
+select (select count(*) from sent), (select count(*) from durable)
 """
 # Whether a row that was marked is not marked: CONFIRM cannot see that itself.
 STILL_PENDING: Final = """
 select exists (select from sync_outbox
                where id = any (%(seqs)s::bigint[]) and processed_at is null)
 """
-# What else a confirmed upload changes; in one transaction with CONFIRM, durable.
-UPLOADED: Final = """
-with shown as (
-    update recordings set upload_status = 'uploaded', s3_url = %(url)s
-    where id = %(recording_id)s::uuid
-)
-insert into serversync.uploads (outbox_id, directory, files, file_url)
-values (%(seq)s, %(directory)s, %(files)s::jsonb, %(url)s)
-on conflict (outbox_id) do update set directory = excluded.directory, files = excluded.files,
-    file_url = excluded.file_url, uploaded_at = now(), tries = 0, error = null
-"""
-DURABLE: Final = "set local synchronous_commit = on"
 # An entry that failed and waits.
 SET_ASIDE: Final = """
 with counted as (
@@ -1963,10 +2004,22 @@ with last as (
     returning 1
 ), keys as (
     delete from serversync.idempotency_keys where expires_at < now() - interval '1 day'
+), numbers as (
+    delete from serversync.revived v where v.revived_at < now() - interval '2 days'
+      and not exists (select from sync_outbox o
+                      where o.id = v.outbox_id and o.processed_at is null)
+), letters as (
+    delete from serversync.dead_letters where id in (
+        select id from serversync.dead_letters
+        where status = 'RESOLVED' and updated_at < now() - %(days)s::float8 * interval '1 day'
+          and now() >= (select max(l.started_at) from last l)
+        order by id limit 1000)
+    returning 1
 )
-select (select count(*) from rows), (select count(*) from receipts)
+select (select count(*) from rows), (select count(*) from receipts),
+       (select count(*) from letters)
 """
-UNFINISHED: Final = "select exists (select from sync_outbox where processed_at is null)"
+UNFINISHED: Final = "select min(id) is not null from sync_outbox where processed_at is null"
 
 # ==================================================================================================
 # Database
@@ -1975,7 +2028,7 @@ UNFINISHED: Final = "select exists (select from sync_outbox where processed_at i
 
 DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are better than ours
 INDEX_DEADLINE: Final = 600.0
-OPTIONAL_EVERY: Final = 600.0
+OPTIONAL_FIRST, OPTIONAL_MOST = 5.0, 600.0  # a lock that was in the way is soon gone, or not soon
 
 
 class Database:
@@ -1991,6 +2044,7 @@ class Database:
         self.root_id: str | None = None
         self.used = 0.0  # when the server last answered
         self.optional_due = float("inf")  # for the index and the trigger
+        self._optional_wait = OPTIONAL_FIRST
         self._notifications = 0
         self._identity: tuple[int, Any] | None = None
         self._hints: list[str] = []
@@ -2083,10 +2137,7 @@ class Database:
             return False
         self._prepare()
         before = (self._database, self.epoch + 1)
-        with self._guard() as conn, conn.transaction():
-            conn.execute(DURABLE)  # an epoch that a power cut takes back would come twice
-            row = conn.execute(TAKE_OVER, {"device": self.device}).fetchone()
-        self._database, self.epoch, self.root_id = row or ("", 0, None)
+        self._database, self.epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
         if (self._database, self.epoch) != before:
             self.generation += 1
         self.run("listen serversync")
@@ -2122,13 +2173,11 @@ class Database:
                 [f"the schema serversync is of a newer version ({known}) than this program"]
             )
         for number in range(known + 1, len(MIGRATIONS) + 1):
-            with self._guard() as conn, conn.transaction():
-                conn.execute(MIGRATIONS[number - 1])
-                conn.execute(SET_VERSION, {"number": number})
+            self.run(MIGRATIONS[number - 1])  # with its number: several statements, all or none
             say(logging.INFO, "migrated", f"schema serversync is now at version {number}")
 
     def _say_less(self, recordings: str | None, may_delete: bool) -> None:
-        hints = self.make_optional()
+        hints = self._make_optional()
         if recordings is None:
             hints.append("there is no table recordings: none is marked as uploaded")
         if not may_delete:
@@ -2137,7 +2186,13 @@ class Database:
             self._hints = hints
             say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
 
-    def make_optional(self) -> list[str]:
+    def retry_optional(self) -> None:
+        """Of use once a transaction that was in the way has ended: without the trigger every entry
+        waits for the polling interval."""
+        if time.monotonic() >= self.optional_due and not self._make_optional():
+            say(logging.INFO, "recovered", "index and NOTIFY trigger are there now")
+
+    def _make_optional(self) -> list[str]:
         """Index and trigger, where the role may; where not, why. Tried again after a mere lock."""
         hints = []
         self.optional_due = float("inf")
@@ -2147,7 +2202,8 @@ class Database:
             except psycopg.Error as error:
                 hints.append(f"no {what}: {error.diag.message_primary or error}")
                 if isinstance(error, psycopg.errors.LockNotAvailable):
-                    self.optional_due = time.monotonic() + OPTIONAL_EVERY
+                    self.optional_due = time.monotonic() + self._optional_wait
+                    self._optional_wait = min(2 * self._optional_wait, OPTIONAL_MOST)
         return hints
 
     def _make_index(self) -> None:
@@ -2169,9 +2225,8 @@ class Database:
     def _make_trigger(self) -> None:
         if self.run(TRIGGER_STATE) in ([(True,)], [(False,)]):
             return  # there; a disabled one was disabled by somebody who meant it
-        with self._guard() as conn, conn.transaction():
-            conn.execute("set local lock_timeout = '1s'")
-            conn.execute(CREATE_TRIGGER)
+        # While it waits for the table's lock, the backend's INSERT waits behind it.
+        self.run("set local lock_timeout = '1s';" + CREATE_TRIGGER)
 
     # --- waking up ------------------------------------------------------------------------------
 
@@ -2226,30 +2281,6 @@ class Database:
         return {row[0]: (row[1], row[2]) for row in self.run(LANES, seqs=list(seqs))}
 
     def confirm(self, seqs: Sequence[int], endpoint: str, outcome: str, receipt: Receipt) -> None:
-        with self._guard() as conn:
-            self._confirm(conn, seqs, endpoint, outcome, receipt)
-
-    def confirm_upload(
-        self, entry: FileEntry, ready: Ready, url: str, outcome: str, receipt: Receipt
-    ) -> None:
-        """In one transaction that survives a power cut, whatever the database's default."""
-        with self._guard() as conn, conn.transaction():
-            conn.execute(DURABLE)
-            self._confirm(conn, [entry.seq], "files", outcome, receipt)
-            params = {
-                "seq": entry.seq,
-                "recording_id": entry.recording_id,
-                "url": url,
-                "directory": ready.directory,
-                "files": json.dumps(ready.files),
-            }
-            conn.execute(UPLOADED, params)
-
-    @staticmethod
-    def _confirm(
-        conn: psycopg.Connection[Any], seqs: Sequence[int], endpoint: str, outcome: str,
-        receipt: Receipt,
-    ) -> None:  # fmt: skip
         answer = receipt.answer
         params = {
             "seqs": "{" + ",".join(map(str, seqs)) + "}",
@@ -2265,9 +2296,11 @@ class Database:
             "lane": receipt.lane,
             "entity_id": receipt.entity_id,
             "url": receipt.url,
+            "directory": receipt.directory,
+            "files": receipt.files,
         }
-        marked = conn.execute(CONFIRM, params, binary=True).fetchall()[0][0]
-        if marked < len(seqs) and conn.execute(STILL_PENDING, params).fetchall()[0][0]:
+        marked = self.run(CONFIRM, **params)[0][0]
+        if marked < len(seqs) and self.run(STILL_PENDING, seqs=params["seqs"])[0][0]:
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
                 "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
@@ -3965,10 +3998,11 @@ class Agent:
         self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
     ) -> None:
         receipt = Receipt(
-            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id, url
-        )
+            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id, url,
+            ready.directory, json.dumps(ready.files),
+        )  # fmt: skip
         outcome = "conflict_processed" if verdict.code else "sent"
-        self.record(partial(self.db.confirm_upload, entry, ready, url, outcome, receipt))
+        self.record(partial(self.db.confirm, [entry.seq], "files", outcome, receipt))
         self.succeeded(self.files, 1)
         self.tally.files += 1
         self.tally.bytes += ready.size
@@ -4080,8 +4114,7 @@ class Agent:
         if self.waiting and time.monotonic() >= self.stale_due:
             self.stale_due = time.monotonic() + 60.0
             self.db.run(DROP_STALE)
-        if time.monotonic() >= self.db.optional_due:
-            self.db.make_optional()
+        self.db.retry_optional()
         self.remove_uploaded()
         for door, pending, one_pass in (
             (self.entries, entries, self.pass_entries),
@@ -4141,10 +4174,12 @@ class Agent:
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
             self.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
-            gone = (0, 0)
+            gone = (0, 0, 0)
         self.prune_due = time.monotonic() + (1.0 if any(gone) else 86400.0)
         if any(gone):
-            text = f"pruned {gone[0]} old rows of the outbox and {gone[1]} receipts"
+            text = (
+                f"pruned {gone[0]} old rows of the outbox, {gone[1]} receipts and {gone[2]} letters"
+            )
             say(logging.INFO, "pruned", text)
 
     def hold(self) -> None:
@@ -4188,7 +4223,7 @@ class Agent:
     def rest(self) -> None:
         """The wait at the end of a cycle: until something is due, or comes."""
         now = time.monotonic()
-        waits = [self.interval, self.delete_due - now]
+        waits = [self.interval, self.delete_due - now, self.db.optional_due - now]
         waits += [self.prune_due - now] if self.config.retention_days else []
         quiet = self.quiet_until
         waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
@@ -4347,8 +4382,10 @@ select json_build_object(
                    'oldest_seconds', coalesce(extract(epoch from now() - min(oldest)), 0),
                    'by_type', coalesce(json_object_agg(entity_type, n order by entity_type), '{}'))
         from (select entity_type, count(*) as n,
-                     min(created_at) filter (where isfinite(created_at)) as oldest
-              from sync_outbox where processed_at is null group by 1) t)::jsonb
+                     min(coalesce(v.revived_at, created_at)) filter (where isfinite(created_at))
+                         as oldest
+              from sync_outbox o left join serversync.revived v on v.outbox_id = o.id
+              where processed_at is null group by 1) t)::jsonb
         || (select jsonb_build_object('waiting', coalesce(sum(n), 0),
                        'reasons', coalesce(jsonb_object_agg(error_code, n), '{}'))
             from (select f.error_code, count(*) as n
@@ -4383,10 +4420,7 @@ select json_build_object(
                 'bytes', coalesce(sum(bytes), 0)))
         from (select *, started_at > now() - interval '1 hour' as recent
               from serversync.deliveries where started_at > now() - interval '1 day') d),
-    'locked', exists (
-        select from pg_locks l join pg_database b on b.oid = l.database
-        where l.locktype = 'advisory' and l.granted and b.datname = current_database()
-          and (l.classid::bigint << 32 | l.objid::bigint) = %(key)s::bigint))
+    'locked', serversync.locked(%(key)s))
 """
 # Quarters of an hour of the last day: what was delivered, and how much was left at the end of each.
 # Only rows that were there then are read: from the lowest id that a receipt of that day names.
@@ -4401,9 +4435,13 @@ with slots as (
            sum(entries) filter (where kind = 'file') as files, sum(bytes) as bytes
     from serversync.deliveries where started_at > now() - interval '1 day' group by 1
 ), rows as (
-    select created_at as at, 1 as step from sync_outbox where processed_at is null
+    select coalesce(v.revived_at, created_at) as at, 1 as step
+    from sync_outbox o left join serversync.revived v on v.outbox_id = o.id
+    where processed_at is null
     union all
-    select unnest(array[created_at, processed_at]), unnest(array[1, -1]) from sync_outbox
+    select unnest(array[least(coalesce(v.revived_at, created_at), processed_at), processed_at]),
+           unnest(array[1, -1])
+    from sync_outbox o left join serversync.revived v on v.outbox_id = o.id
     where processed_at > now() - interval '1 day'
       and id >= (select min(first_seq) from serversync.deliveries
                  where started_at > now() - interval '1 day')
@@ -4479,6 +4517,9 @@ with letter as (
     update serversync.dead_letters
     set status = 'RETRYING', last_retry_at = now(), updated_at = now()
     where id = any (%(ids)s::uuid[]) returning outbox_id, payload, rest
+), noted as (
+    insert into serversync.revived (outbox_id) select outbox_id from letter
+    on conflict (outbox_id) do update set revived_at = excluded.revived_at
 ), revived as (
     update sync_outbox o set processed_at = null from letter l
     where o.id = l.outbox_id returning o.id
@@ -4503,9 +4544,12 @@ with old as (
                       where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
 ), again as (
     update sync_outbox o set processed_at = null from newer n
-    where o.id = n.id and o.processed_at is not null
+    where o.id = n.id and o.processed_at is not null returning o.id
+), noted as (
+    insert into serversync.revived (outbox_id) select id from again
+    on conflict (outbox_id) do update set revived_at = excluded.revived_at
 )
-select exists (select from newer where processed_at is null)
+select exists (select from newer where processed_at is null) and serversync.locked(%(key)s)
 """
 # Deletes a letter and its row of the outbox: nothing sends it again, a replay neither. One that is
 # in the queue is taken out of it.
@@ -4567,6 +4611,10 @@ with lanes as materialized (
 ), revived as (
     update sync_outbox o set processed_at = null from judged j
     where %(really)s and j.verdict = 'again' and o.id = j.id and o.processed_at is not null
+    returning o.id
+), noted as (
+    insert into serversync.revived (outbox_id) select id from revived
+    on conflict (outbox_id) do update set revived_at = excluded.revived_at
 )
 select verdict, count(*), max(id), array_agg(id) from judged group by 1
 """
@@ -4678,6 +4726,45 @@ def state_path(environ: Mapping[str, str]) -> str:
     return os.path.join(directory, "state.json")
 
 
+# What the state file may hold; another shape is another version's, or nobody's.
+_TIME: Final = (int, float)
+_PROGRESS: Final = {
+    "upload": {"kind": str, "seq": int, "bytes": int, "size": int, "seconds": _TIME},
+    "drain": {"kind": str, "entries": int, "seconds": _TIME},
+}
+_STATE: Final[dict[str, Any]] = {
+    "pid": int, "since": _TIME, "at": _TIME, "sentence": str, "standby": bool, "listening": bool,
+    "inflight": int, "outages": list, "progress": (dict, NoneType), "recordings": (dict, NoneType),
+}  # fmt: skip
+_OUTAGE: Final = {"endpoint": str, "code": str, "reason": str, "since": _TIME, "due": _TIME}
+_PROBED: Final = {"directory": str, "problems": list}
+
+
+def is_like(value: Any, shape: Mapping[str, Any]) -> bool:
+    """Has these keys, each of its kind; numbers are such as a clock or a counter shows."""
+    if not isinstance(value, dict) or not shape.keys() <= value.keys():
+        return False
+    return all(
+        isinstance(value[key], kind)
+        and (not isinstance(value[key], _TIME) or 0 <= value[key] < 1e12)
+        for key, kind in shape.items()
+    )
+
+
+def is_state(state: Any) -> bool:
+    if not is_like(state, _STATE):
+        return False
+    progress, probed = state["progress"], state["recordings"]
+    kind = str((progress or {}).get("kind"))
+    problems = (probed or {}).get("problems") or []
+    return (
+        all(is_like(outage, _OUTAGE) for outage in state["outages"])
+        and (not progress or (kind in _PROGRESS and is_like(progress, _PROGRESS[kind])))
+        and (not probed or is_like(probed, _PROBED))
+        and all(isinstance(problem, str) for problem in problems)
+    )
+
+
 def read_state(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """What the running agent says of itself; None where there is none."""
     try:
@@ -4686,10 +4773,12 @@ def read_state(environ: Mapping[str, str]) -> dict[str, Any] | None:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
             state = json.loads(file.read(1 << 20))
+        if not is_state(state) or not state["pid"]:
+            return None
         with contextlib.suppress(PermissionError):  # another's: it is there
-            os.kill(int(state["pid"]), 0)  # /proc may hide it: the admin unit's own does
+            os.kill(state["pid"], 0)  # /proc may hide it: the admin unit's own does
         return dict(state)
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+    except (OSError, ValueError, RecursionError, OverflowError):
         return None
 
 
@@ -4754,7 +4843,8 @@ def progress_of(
     if progress["kind"] == "drain":
         left = int(outbox["pending"]) if outbox else 0
         progress = progress | {"total": progress["entries"] + left}
-    rate = progress[done] / max(progress.pop("seconds"), 0.001)
+    rate = progress[done] / max(progress["seconds"], 0.001)
+    progress = {key: value for key, value in progress.items() if key != "seconds"}
     return progress | {"rate": rate, "left_seconds": left / rate if rate else None}
 
 
@@ -4897,7 +4987,7 @@ def put_back(desk: Desk) -> Iterator[list[int]]:
     yield seqs
     until = time.monotonic() + desk.patience
     while seqs:
-        under_way = desk.run(SEND_LAST, seqs=seqs, began=began)[0][0]
+        under_way = desk.run(SEND_LAST, seqs=seqs, began=began, key=LOCK_KEY)[0][0]
         desk.run("notify serversync")
         if not under_way or time.monotonic() > until:
             break
@@ -4920,11 +5010,15 @@ def retry_letter(desk: Desk, name: str, force: bool) -> dict[str, Any]:
     return {"id": name, "status": "RETRYING", "message": message}
 
 
-def retry_all(desk: Desk, topic: str | None, force: bool) -> dict[str, Any]:
-    """Puts all that can go back into the queue, in hundreds."""
-    retried, after = 0, 0
+def retry_all(
+    desk: Desk, topic: str | None, force: bool, seconds: float = float("inf")
+) -> dict[str, Any]:
+    """Puts all that can go back into the queue, in chunks; of very many, as many as the time
+    allows: what is left is asked for again."""
+    retried, after, until = 0, 0, time.monotonic() + seconds
     refused: dict[str, int] = {}
-    while True:
+    more = False
+    while not more:
         with put_back(desk) as seqs, desk.conn.transaction():
             rows = desk.run(JUDGE_LETTERS, ids=None, topic=topic, after=after)
             good = []
@@ -4940,9 +5034,12 @@ def retry_all(desk: Desk, topic: str | None, force: bool) -> dict[str, Any]:
         if not rows:
             break
         retried, after = retried + len(good), rows[-1][1]
+        more = bool(good) and time.monotonic() > until
     message = f"{count(retried, 'entry', 'entries')} back in the queue"
     message += "".join(f"; {number} not: {kind}" for kind, number in refused.items())
-    return {"retried": retried, "refused": sum(refused.values()), "message": message}
+    message += "; there may be more: ask again" if more else ""
+    number = sum(refused.values())
+    return {"retried": retried, "refused": number, "more": more, "message": message}
 
 
 def delete_letter(desk: Desk, name: str) -> dict[str, Any]:
@@ -5571,13 +5668,14 @@ def do_prune(config: Config, arguments: argparse.Namespace, environ: Mapping[str
         what = (
             f"{count(number, 'row')} of sync_outbox, processed {count(days, 'day')} ago or earlier"
         )
-        if not confirmed(arguments, f"This deletes {what}, and old receipts."):
+        if not confirmed(arguments, f"This deletes {what}, and old receipts and resolved letters."):
             return EX_OK
-        rows = receipts = 0
+        rows = receipts = resolved = 0
         while any(gone := desk.run(PRUNE, days=days)[0]):
-            rows, receipts = rows + gone[0], receipts + gone[1]
+            rows, receipts, resolved = rows + gone[0], receipts + gone[1], resolved + gone[2]
     kept = number - rows
-    to_stdout(f"deleted {count(rows, 'row')} and {count(receipts, 'receipt')}")
+    what = ", ".join((count(rows, "row"), count(receipts, "receipt"), count(resolved, "letter")))
+    to_stdout(f"deleted {what}")
     if kept > 0:
         text = f"{count(kept, 'row')} kept: the clock is behind the last receipt, or no receipt"
         to_stdout(f"{text} says that what stands before them is old")
@@ -5704,8 +5802,7 @@ def _setup_steps(
         known = conn.execute(VERSION).fetchall()[0][0]
     quoted = psycopg.sql.Identifier(role).as_string(conn)
     for number, migration in enumerate(MIGRATIONS, 1):
-        make = f"begin; set local role {quoted};\n{migration.strip()}\n"
-        make += f"insert into serversync.schema_version values ({number}); commit"
+        make = f"begin; set local role {quoted};\n{migration.strip()}\ncommit"
         yield f"its tables, version {number}", number <= known, make
     yield from (step[1:] for step in steps if step[0] > 100)
 
@@ -5924,7 +6021,8 @@ select url from serversync.deliveries where url is not null order by id desc lim
 LAST_ENQUEUED: Final = """
 select extract(epoch from (select created_at from sync_outbox order by id desc limit 1))::float8,
        extract(epoch from (select created_at from sync_outbox where entity_type = 'recording_file'
-                           order by id desc limit 1))::float8
+                           order by id desc limit 1))::float8,
+       coalesce((select value from serversync.counters where name = 'pruned_until'), 0)
 """
 LOCK_HOLDERS: Final = """
 select a.* from pg_locks l join pg_stat_activity a using (pid) where l.locktype = 'advisory';
@@ -6129,12 +6227,18 @@ class Doctor:
         long = answer.status == 200 and not answer.complete and answer.body[:1] == b"{"
         if not well and not long and answer.status not in (401, 403):
             hint = f"curl -sSi {shlex.quote(url)}; timedatectl"
-            yield "failed", f"{url}: {classify(answer).reason}", hint
+            # Entries arrive: then it is there, and only the pages of its settings are not.
+            sent = (self.view["deliveries"] or {}).get("last_success_at")
+            there = answer.status == 404 and self.gets_through and sent
+            yield "warning" if there else "failed", f"{url}: {classify(answer).reason}", hint
         return f"{url} answered HTTP {answer.status} in {answer.duration:.2f} s"
 
+    @property
+    def gets_through(self) -> bool:
+        return self.view["agent"]["state"] == "running" and not self.view["outages"]
+
     def token(self) -> Findings:
-        through = self.view["agent"]["state"] == "running" and not self.view["outages"]
-        if self.answer.status in (401, 403) and not self.config.token and through:
+        if self.answer.status in (401, 403) and not self.config.token and self.gets_through:
             raise Skip("the service has one of its own (a systemd credential), and gets through")
         if self.answer.status in (401, 403):
             text = "none is set here (a systemd credential is seen by the service alone)"
@@ -6201,13 +6305,17 @@ class Doctor:
             yield "failed", f"{problem} ({whose})", hint
         return f"{self.config.recordings_dir} is the right one and deletable, {whose}"
 
+    @cached_property
+    def known(self) -> Sieve:
+        """Directories that entries know of. Asked once: there may be many."""
+        return Sieve(name for (name,) in self.ledger.pages(KNOWN_DIRECTORIES))
+
     def orphans(self) -> Findings:
         number, size, names, now = 0, 0, list[str](), time.time()
         until = time.monotonic() + WALK_SEC
         with self.root() as root:
-            known = Sieve(name for (name,) in self.ledger.pages(KNOWN_DIRECTORIES))
             for name, changed in calls_on_disk(root):
-                if now - changed > DAY and name not in known:
+                if now - changed > DAY and name not in self.known:
                     with contextlib.suppress(FileNotFoundError):  # deleted while we look
                         size += bytes_in(os.path.join(self.config.recordings_dir, name))
                         number += 1
@@ -6263,14 +6371,17 @@ class Doctor:
         return text
 
     def arrivals(self) -> Findings:
-        """Recordings of the last hour do not count: their calls may be going on."""
+        """Recordings of the last hour do not count: their calls may be going on. Nor do those that
+        an entry knows, nor what is older than what was pruned."""
         least = time.time() - 3600
-        with self.root() as root:
-            times = (audio_time(root, name) for name, _ in calls_on_disk(root))
-            newest = max((at for at in times if at < least), default=0.0)
-        enqueued = self.desk.run(LAST_ENQUEUED)[0]
+        *enqueued, pruned = self.ledger.run(LAST_ENQUEUED)[0]
         for what, at in zip(("entry", "recording_file"), enqueued, strict=True):
-            if newest - (at or 0.0) > 6 * 3600:
+            since = max(at or 0.0, pruned) + 6 * 3600
+            with self.root() as root:
+                names = (name for name, _ in calls_on_disk(root))
+                late = (name for name in names if since < audio_time(root, name) < least)
+                unknown = any(name not in self.known for name in late)
+            if unknown:
                 text = f"recordings on disk are hours newer than the newest {what} of the outbox"
                 hint = "select entity_type, max(created_at) from sync_outbox group by 1;"
                 yield "warning", f"{text}: does the backend write it?", hint
@@ -6466,6 +6577,7 @@ ADMIN_IDLE: Final = 60.0
 WORKERS: Final = 4
 REQUEST_SEC, ANSWER_SEC, LINGER_SEC = 5.0, 10.0, 2.0  # for all of it, not for a byte
 LINGER_MAX: Final = 64 * 1024
+RETRY_ALL_SEC: Final = 10.0  # a browser waits for it
 HUNG_SEC: Final = 60.0  # a worker that takes longer keeps the watchdog from being fed
 JOIN_SEC: Final = 25.0  # for the requests at hand, when it is to end
 _REQUEST_LINE: Final = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
@@ -6540,8 +6652,9 @@ class Request:
     @property
     def topic(self) -> str:
         topic = unquote_to_bytes(self.name).decode("utf-8", "replace")
-        if not (len(topic) <= 30 and re.fullmatch(r"[^/\ufffd]*[^./\ufffd ][^/\ufffd]*", topic)):
-            raise not_valid("a topic has 1 to 30 characters, and no slash")
+        # A slash comes as %2F: the path was split before this.
+        if not (len(topic) <= 30 and re.fullmatch(r"[^\ufffd]*[^./\ufffd ][^\ufffd]*", topic)):
+            raise not_valid("a topic has 1 to 30 characters")
         if not topic.isprintable():
             raise not_valid("a topic has no control characters")
         return topic
@@ -6731,7 +6844,7 @@ ROUTES: Final[dict[str, dict[str, Handler]]] = {
         "POST": _at_desk(lambda desk, request: retry_letter(desk, request.name, force=False))
     },
     r"/api/v1/dlq/([^/]+)/retry-all": {
-        "POST": _at_desk(lambda desk, request: retry_all(desk, request.topic, force=False))
+        "POST": _at_desk(lambda desk, request: retry_all(desk, request.topic, False, RETRY_ALL_SEC))
     },
     r"/api/v1/dlq/([^/]+)": {"GET": _at_desk(_letters)},
 }
@@ -6850,8 +6963,11 @@ class Admin:
             poller.poll()
             for listener in self.listeners:
                 if connection := self._accept(listener):
-                    with connection, contextlib.suppress(OSError):
-                        self._converse(connection)
+                    try:
+                        with connection, contextlib.suppress(OSError):
+                            self._converse(connection)
+                    except Exception as error:  # MemoryError, say: the next request finds us here
+                        say(logging.ERROR, "admin_failed", f"a request ended in {error!r}")
                     with self._lock:
                         self._used = time.monotonic()
                         del self._busy[threading.get_ident()]

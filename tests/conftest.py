@@ -1,7 +1,8 @@
 """Fixtures: everything is real, and everything is gone afterwards."""
 
 import sys
-from collections.abc import Generator, Iterator
+import tempfile
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import agent as agent_module
 from agent import AgentFactory, NotifySocket
 from backend import Backend
+from desk import Typist
 from frontend import Frontend
 from pg import Cluster, Database
 from proxy import Proxy
@@ -65,10 +68,55 @@ def agent(db: Database, frontend: Frontend, backend: Backend) -> Iterator[AgentF
 
 
 @pytest.fixture
+def typist(agent: AgentFactory) -> Iterator[Typist]:
+    made = Typist(agent)
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def notify() -> Iterator[NotifySocket]:
     listening = NotifySocket()
     yield listening
     listening.close()
+
+
+@pytest.fixture
+def libfaketime() -> Path:
+    """Gives a process another clock: LD_PRELOAD=libfaketime, FAKETIME=…"""
+    return next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+
+
+HURRIED = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("serversync", {program!r})
+serversync = sys.modules["serversync"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(serversync)
+assert all(vars(serversync)[name] > value for name, value in {limits!r}.items())
+vars(serversync).update({limits!r})
+sys.exit(serversync.main())
+"""
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """The same program with less patience, for tests of its limits: hurry(ANSWER_SEC=0.5)."""
+
+    def start_with(**limits: float) -> None:
+        program = str(agent_module.REPOSITORY / agent_module.PROGRAM)
+        hurried = tmp_path / "hurried.py"
+        hurried.write_text(HURRIED.format(program=program, limits=limits))
+        monkeypatch.setattr(agent_module, "PROGRAM", str(hurried))
+
+    return start_with
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user may read and write."""
+    with tempfile.TemporaryDirectory(prefix="serversync-public-") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import tempfile
 import termios
 import threading
@@ -72,14 +73,82 @@ class Desk:
     def __call__(
         self, *args: str, code: int | None = 0, timeout: float = 120, **settings: Any
     ) -> CompletedProcess[str]:
-        done = self.agent.once(*args, timeout=timeout, **settings)
-        assert_plain(done.stdout + done.stderr)
-        if code is not None:
-            assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
-        return done
+        return checked(self.agent.once(*args, timeout=timeout, **settings), code)
 
     def json(self, *args: str, code: int | None = 0, **settings: Any) -> Any:
         return json.loads(self(*args, "--json", code=code, **settings).stdout)
+
+
+# Runs what it is told, line by line, as if each had been typed for itself.
+TYPED = """
+import importlib.util, io, json, os, sys, time, traceback
+spec = importlib.util.spec_from_file_location("serversync", sys.argv[1])
+serversync = sys.modules["serversync"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(serversync)
+lines, answers = sys.stdin, sys.stdout
+for line in lines:
+    environ, args, typed = json.loads(line)
+    os.environ.clear()
+    os.environ.update(environ)
+    time.tzset()
+    sys.argv = ["serversync", *args]
+    sys.stdin = io.TextIOWrapper(io.BytesIO(bytes.fromhex(typed)))
+    sys.stdout, sys.stderr = out, err = io.StringIO(), io.StringIO()
+    try:
+        code = serversync.main(args)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc(file=err)
+        code = 1
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), file=answers, flush=True)
+"""
+
+
+class Typist(Desk):
+    """The same by one process that does one command after the other: for very many of them."""
+
+    def __init__(self, agent: AgentFactory) -> None:
+        super().__init__(agent)
+        self._directory = tempfile.TemporaryDirectory(prefix="serversync-typist-")
+        launch = _Launch({}, (), Path(self._directory.name))
+        self._process = subprocess.Popen(
+            [launch.command[0], "-c", TYPED, launch.command[1]],
+            env=launch.environ,
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(
+        self,
+        *args: str,
+        code: int | None = 0,
+        timeout: float = 120,
+        stdin: bytes = b"",
+        **settings: Any,
+    ) -> CompletedProcess[str]:
+        launch = _Launch(self.agent.env(**settings), args, Path(self._directory.name))
+        assert self._process.stdin and self._process.stdout
+        asked = [launch.environ, launch.command[2:], stdin.hex()]
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        return checked(CompletedProcess(args, *answer), code)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._directory.cleanup()
+
+
+def checked(done: CompletedProcess[str], code: int | None) -> CompletedProcess[str]:
+    assert_plain(done.stdout + done.stderr)
+    if code is not None:
+        assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
+    return done
 
 
 def assert_plain(text: str) -> None:
@@ -119,6 +188,23 @@ def state_of(db: Database, letter: str) -> tuple[str, int]:
     query = "SELECT status, retry_count FROM serversync.dead_letters WHERE id = %s"
     status, retries = db.rows(query, (letter,))[0]
     return status, retries
+
+
+def state_file(pid: int) -> dict[str, Any]:
+    """What an agent in the middle of something writes to its state file."""
+    outage = {"endpoint": "entries", "code": "X", "reason": "words", "since": 1e9, "due": 1e9}
+    return {
+        "pid": pid,
+        "since": 1e9 + 0.5,
+        "at": 1e9 + 1.5,
+        "sentence": "uploading",
+        "standby": False,
+        "listening": True,
+        "inflight": 3,
+        "recordings": {"directory": "/opt", "problems": ["one"]},
+        "outages": [outage],
+        "progress": {"kind": "upload", "seq": 5, "bytes": 10, "size": 100, "seconds": 2.5},
+    }
 
 
 # -- a terminal -----------------------------------------------------------------------------------

@@ -20,6 +20,21 @@ def let_hours_pass(db: Database, hours: float = 0) -> None:
     db.execute("NOTIFY serversync")
 
 
+def let_days_pass(db: Database, days: float, last_seq: int) -> None:
+    """All up to a seq was enqueued and sent so many days earlier."""
+    params = {"days": days, "last": last_seq}
+    db.execute(
+        "UPDATE sync_outbox SET created_at = created_at - %(days)s * interval '1 day',"
+        " processed_at = processed_at - %(days)s * interval '1 day' WHERE id <= %(last)s",
+        params,
+    )
+    db.execute(
+        "UPDATE serversync.deliveries SET started_at = started_at - %(days)s * interval '1 day'"
+        " WHERE last_seq <= %(last)s",
+        params,
+    )
+
+
 def hold(db: Database) -> None:
     """What waits is not due for the rest of the test (the first backoff may be next to nothing)."""
     db.execute(HOLD)

@@ -4,14 +4,14 @@ import json
 import shlex
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 
 from agent import AgentFactory
 from backend import Backend
-from desk import BURIED_MANY, Desk, Letter, bury, give_up, state_of
+from desk import BURIED_MANY, Desk, Letter, Typist, bury, give_up, state_of
 from frontend import Frontend, Reply
 from ledger import dead_letters
 from pg import Database
@@ -19,6 +19,7 @@ from waiting import wait_until
 
 NOBODY = "00000000-0000-4000-8000-000000000000"
 MIB = 1 << 20
+TOKYO = timezone(timedelta(hours=9))
 
 
 @pytest.fixture
@@ -63,24 +64,24 @@ def test_a_retried_letter_is_in_the_queue_and_resolved_when_it_is_delivered(
 
 
 def test_a_letter_that_fails_three_retries_is_dead_and_only_force_sends_it_again(
-    desk: Desk, letter: Letter, agent: AgentFactory, frontend: Frontend, db: Database
+    typist: Typist, letter: Letter, agent: AgentFactory, frontend: Frontend, db: Database
 ) -> None:
     frontend.rejected[letter.entity] = "SCHEMA"
     for number in (1, 2, 3):
-        desk("dlq", "retry", letter.id)
+        typist("dlq", "retry", letter.id)
         assert agent.once().returncode == 1
         assert state_of(db, letter.id) == ("DEAD" if number == 3 else "PENDING", number)
-    refused = desk("dlq", "retry", letter.id, code=1)
+    refused = typist("dlq", "retry", letter.id, code=1)
     assert "3 retries are used up" in refused.stdout
-    assert desk("dlq", "retry-all", code=1).stdout.startswith("0 entries back")
+    assert typist("dlq", "retry-all", code=1).stdout.startswith("0 entries back")
     assert state_of(db, letter.id) == ("DEAD", 3) and not db.pending()
 
-    desk("dlq", "retry", letter.id, "--force")
+    typist("dlq", "retry", letter.id, "--force")
     assert state_of(db, letter.id) == ("RETRYING", 3)
     assert agent.once().returncode == 1
     assert state_of(db, letter.id) == ("DEAD", 4)
     frontend.rejected.clear()
-    desk("dlq", "retry-all", "--force")
+    typist("dlq", "retry-all", "--force")
     assert agent.once().returncode == 0
     assert state_of(db, letter.id) == ("RESOLVED", 4)
 
@@ -172,6 +173,7 @@ def test_eight_people_retry_a_letter_at_once_and_one_of_them_does(
 @pytest.mark.parametrize("newer", ["delivered", "pending"])
 def test_a_letter_that_a_newer_entry_has_overtaken_is_only_sent_by_force(
     desk: Desk,
+    typist: Typist,
     letter: Letter,
     agent: AgentFactory,
     backend: Backend,
@@ -184,16 +186,17 @@ def test_a_letter_that_a_newer_entry_has_overtaken_is_only_sent_by_force(
     if newer == "delivered":
         assert agent.once().returncode == 0
         pending = []
-    refused = desk("dlq", "retry", letter.id, code=1)
+    refused = typist("dlq", "retry", letter.id, code=1)
     assert f"newer entry of the same entity (seq {later})" in refused.stdout
-    (told,) = desk.json("dlq", "retry", letter.id, code=1)
+    (told,) = typist.json("dlq", "retry", letter.id, code=1)
     assert told["id"] == letter.id and told["error"] == "conflict"
-    everything = desk.json("dlq", "retry-all", code=1)
+    everything = typist.json("dlq", "retry-all", code=1)
     assert (everything["retried"], everything["refused"]) == (0, 1)
     assert "newer entry" in everything["message"]
     assert state_of(db, letter.id) == ("PENDING", 0) and db.pending() == pending
 
-    desk("dlq", "retry", letter.id, "--force")
+    # No agent runs, so none can be sending the newer one: nothing is waited for.
+    desk("dlq", "retry", letter.id, "--force", SYNC_TIMEOUT_SEC=300, timeout=60)
     assert db.pending() == [letter.seq, *pending]
 
 
@@ -223,6 +226,7 @@ def test_a_newer_dead_letter_overtakes_nobody_and_both_go_in_order(
     assert desk.json("dlq", "retry-all") == {
         "retried": 2,
         "refused": 0,
+        "more": False,
         "message": "2 entries back in the queue",
     }
     assert agent.once().returncode == 0
@@ -307,10 +311,10 @@ def test_what_is_refused_does_not_stop_the_rest(
 
 
 def test_retry_all_takes_one_topic_where_it_is_named_and_goes_on_beyond_a_chunk(
-    desk: Desk, schema: None, db: Database
+    typist: Typist, schema: None, db: Database
 ) -> None:
     db.execute(BURIED_MANY, {"count": 3000, "status": "PENDING"})
-    told = desk.json("dlq", "retry-all", "recording")
+    told = typist.json("dlq", "retry-all", "recording")
     assert (told["retried"], told["refused"]) == (1000, 0)
     counts = "SELECT original_topic, status, count(*) FROM serversync.dead_letters GROUP BY 1, 2"
     assert set(db.rows(counts)) == {
@@ -318,27 +322,27 @@ def test_retry_all_takes_one_topic_where_it_is_named_and_goes_on_beyond_a_chunk(
         ("recording", "RETRYING", 1000),
         ("schedule", "PENDING", 1000),
     }
-    again = desk.json("dlq", "retry-all")
+    again = typist.json("dlq", "retry-all")
     assert (again["retried"], again["refused"]) == (2000, 0)
     assert len(db.pending()) == 3000
-    assert desk("dlq", "retry-all", "no_such_topic").stdout == "0 entries back in the queue\n"
+    assert typist("dlq", "retry-all", "no_such_topic").stdout == "0 entries back in the queue\n"
 
 
 # -- deleting -------------------------------------------------------------------------------------
 
 
 def test_deleting_says_what_it_will_do_and_does_it_only_with_yes(
-    desk: Desk, schema: None, db: Database
+    typist: Typist, schema: None, db: Database
 ) -> None:
     first, second, third = bury(db, [{"n": 1}, {"n": 2}, {"n": 3}])
-    warned = desk("dlq", "delete", first, second)
+    warned = typist("dlq", "delete", first, second)
     assert "deletes 2 dead letters" in warned.stdout and "--yes" in warned.stdout
     assert len(dead_letters(db)) == 3
-    told = desk.json("dlq", "delete", first, second, "--yes")
+    told = typist.json("dlq", "delete", first, second, "--yes")
     assert [each["success"] for each in told] == [True, True]
     assert [str(row["id"]) for row in dead_letters(db).values()] == [third]
     assert not db.pending()
-    assert "no dead letter" in desk("dlq", "delete", first, "--yes", code=1).stdout
+    assert "no dead letter" in typist("dlq", "delete", first, "--yes", code=1).stdout
 
 
 def test_a_deleted_letter_leaves_the_queue_and_no_replay_brings_it_back(
@@ -358,27 +362,40 @@ def test_a_deleted_letter_leaves_the_queue_and_no_replay_brings_it_back(
 
 
 def test_the_list_shows_each_letter_once_on_its_pages_newest_first(
-    desk: Desk, schema: None, db: Database
+    typist: Typist, schema: None, db: Database
 ) -> None:
     ids = bury(db, [{"n": n} for n in range(5)]) + bury(db, [{"n": 5}], "call_log")
     ids.reverse()
-    pages = [desk.json("dlq", "list", "--page", str(n), "--page-size", "4") for n in (1, 2)]
+    pages = [typist.json("dlq", "list", "--page", str(n), "--page-size", "4") for n in (1, 2)]
     assert [each["id"] for page in pages for each in page["messages"]] == ids
     assert [page["pagination"] for page in pages] == [
         {"total_count": 6, "page": 1, "page_size": 4, "has_next": True},
         {"total_count": 6, "page": 2, "page_size": 4, "has_next": False},
     ]
     assert pages[0]["messages"][0]["payload"] == {"n": 5}
-    of_topic = desk.json("dlq", "list", "schedule")
+    of_topic = typist.json("dlq", "list", "schedule")
     assert [each["id"] for each in of_topic["messages"]] == ids[1:]
-    assert desk.json("dlq", "list", "no_such_topic")["messages"] == []
+    assert typist.json("dlq", "list", "no_such_topic")["messages"] == []
 
-    shown = desk("dlq", "list").stdout.splitlines()
+    shown = typist("dlq", "list").stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["ID", *ids]
     assert [line.split()[1:5] for line in shown[1:3]] == [
         ["call_log", "PENDING", "0", "BAD_REQUEST"],
         ["schedule", "PENDING", "0", "BAD_REQUEST"],
     ]
+
+
+def test_times_in_the_list_are_those_of_the_machine_and_replay_reads_them_so(
+    desk: Desk, letter: Letter, db: Database
+) -> None:
+    tokyo: dict[str, Any] = {"TZ": "Asia/Tokyo"}
+    at = desk.json("dlq", "show", letter.id)["created_at"]
+    line = desk("dlq", "list", **tokyo).stdout.splitlines()[1]
+    since = line.split()[5]
+    assert since == str(datetime.fromisoformat(at).astimezone(TOKYO))[:19].replace(" ", "T")
+    db.execute("UPDATE sync_outbox SET created_at = %s", (at,))
+    assert desk.json("replay", "--since", since, **tokyo)["letter"] == 1
+    assert desk.json("replay", "--until", since, **tokyo)["letter"] == 0
 
 
 def test_the_line_for_the_next_page_can_be_pasted(desk: Desk, schema: None, db: Database) -> None:
@@ -424,32 +441,29 @@ def test_a_letter_is_shown_with_all_that_is_known_of_it(
 
 @pytest.mark.parametrize("action", ["show", "retry", "delete"])
 def test_an_id_that_is_none_is_told_from_one_that_is_not_there(
-    desk: Desk, schema: None, db: Database, action: str
+    typist: Typist, schema: None, db: Database, action: str
 ) -> None:
     more = ["--yes"] if action == "delete" else []
-    unknown = desk("dlq", action, NOBODY, *more, code=1)
+    unknown = typist("dlq", action, NOBODY, *more, code=1)
     assert NOBODY in unknown.stdout + unknown.stderr
     (good,) = bury(db, [{"n": 1}])
     names = ["; drop table", *([good] if action != "show" else [])]
     for name in names[:1], names:
-        refused = desk("dlq", action, *name, *more, code=2)
+        refused = typist("dlq", action, *name, *more, code=2)
         assert "UUID" in refused.stdout + refused.stderr
     assert state_of(db, good) == ("PENDING", 0)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["dlq", "list", "--page", "0"],
-        ["dlq", "list", "--page-size", "0"],
-        ["dlq", "list", "--page-size", "1001"],
-        ["dlq", "list", "--page", "99999999999999999999"],
-        ["dlq", "retry"],
-        ["dlq"],
-    ],
-)
-def test_nonsense_is_a_matter_of_usage(desk: Desk, args: list[str]) -> None:
-    assert "usage:" in desk(*args, code=2).stderr
+def test_nonsense_is_a_matter_of_usage(typist: Typist) -> None:
+    for line in (
+        "dlq list --page 0",
+        "dlq list --page-size 0",
+        "dlq list --page-size 1001",
+        "dlq list --page 99999999999999999999",
+        "dlq retry",
+        "dlq",
+    ):
+        assert "usage:" in typist(*line.split(), code=2).stderr, line
 
 
 @pytest.mark.parametrize(
@@ -464,7 +478,7 @@ def test_without_a_database_it_says_what_is_missing(desk: Desk, settings: dict[s
 # -- payloads of all kinds ------------------------------------------------------------------------
 
 
-def test_secrets_in_payloads_are_not_shown(desk: Desk, schema: None, db: Database) -> None:
+def test_secrets_in_payloads_are_not_shown(typist: Typist, schema: None, db: Database) -> None:
     deep: object = {"password": "hunter-deep", "note": "Bearer abcdef0123456789"}
     for _ in range(700):
         deep = [deep]
@@ -480,64 +494,68 @@ def test_secrets_in_payloads_are_not_shown(desk: Desk, schema: None, db: Databas
     ]
     ids = bury(db, payloads)
     settings: dict[str, Any] = {"SYNC_TOKEN": "our-own-token"}
-    texts = [desk("dlq", "list", "--json", **settings).stdout]
+    texts = [typist("dlq", "list", "--json", **settings).stdout]
     for letter in ids:
-        texts += [desk("dlq", "show", letter, *how, **settings).stdout for how in ([], ["--json"])]
+        texts += [
+            typist("dlq", "show", letter, *how, **settings).stdout for how in ([], ["--json"])
+        ]
     for secret in ("hunter", "our-own-token", "abcdef0123456789"):
         assert [text for text in texts if secret in text] == []
     assert "visible" in texts[0]
 
 
-def test_a_large_payload_is_not_shown_whole(desk: Desk, schema: None, db: Database) -> None:
+def test_a_large_payload_is_not_shown_whole(typist: Typist, schema: None, db: Database) -> None:
     small, middle, large = bury(db, [{"a": "x" * n} for n in (4000, 5000, 5 * MIB)])
-    listed = desk("dlq", "list", "--json").stdout
+    listed = typist("dlq", "list", "--json").stdout
     assert len(listed) < 20_000
     by_id = {each["id"]: each for each in json.loads(listed)["messages"]}
     assert by_id[small]["payload"] == {"a": "x" * 4000}
     assert by_id[middle]["payload"] is None and by_id[large]["payload"] is None
     assert by_id[large]["payload_bytes"] >= 5 * MIB
-    assert desk.json("dlq", "show", middle)["payload"] == {"a": "x" * 5000}
-    shown = desk("dlq", "show", large).stdout
+    assert typist.json("dlq", "show", middle)["payload"] == {"a": "x" * 5000}
+    shown = typist("dlq", "show", large).stdout
     assert len(shown) < 5000 and "too large to be shown" in shown and "5.2 MB" in shown
-    assert desk.json("dlq", "show", large)["payload"] is None
+    assert typist.json("dlq", "show", large)["payload"] is None
 
 
-def test_nesting_of_any_depth_is_shown_somehow(desk: Desk, schema: None, db: Database) -> None:
+def test_nesting_of_any_depth_is_shown_somehow(typist: Typist, schema: None, db: Database) -> None:
     lists = [f"{'[' * depth}{depth}{']' * depth}" for depth in range(100, 1100, 9)]
     objects = ['{"a":' * depth + str(depth) + "}" * depth for depth in range(100, 500, 9)]
     deepest = ['{"a":[' * 2_500 + "1" + "]}" * 2_500, "[" * 5_000 + "]" * 5_000]
     ids = bury(db, [*lists, *objects, *deepest])
-    found = desk.json("dlq", "list", "--page-size", "1000")["messages"]
+    found = typist.json("dlq", "list", "--page-size", "1000")["messages"]
     assert len(found) == len(ids)
     for letter in (*ids[-2:], ids[len(lists) - 1]):
-        assert "[[[" in "".join(desk("dlq", "show", letter).stdout.split()).replace('{"a":', "[")
-        assert desk.json("dlq", "show", letter)["id"] == letter
+        assert "[[[" in "".join(typist("dlq", "show", letter).stdout.split()).replace('{"a":', "[")
+        assert typist.json("dlq", "show", letter)["id"] == letter
 
 
-def test_a_number_of_any_length_is_shown(desk: Desk, schema: None, db: Database) -> None:
+def test_a_number_of_any_length_is_shown(typist: Typist, schema: None, db: Database) -> None:
     for digits in (4000, 5000, 100_000):
         (letter,) = bury(db, [f'{{"n": {"7" * digits}}}'])
-        assert "7" * digits in desk("dlq", "show", letter).stdout
-        assert "7" * 1000 in desk("dlq", "show", letter, "--json").stdout
-    desk("dlq", "list", "--json")
+        assert "7" * digits in typist("dlq", "show", letter).stdout
+        assert "7" * 1000 in typist("dlq", "show", letter, "--json").stdout
+    typist("dlq", "list", "--json")
 
 
-def test_hostile_text_never_reaches_the_terminal(desk: Desk, schema: None, db: Database) -> None:
+def test_hostile_text_never_reaches_the_terminal(
+    typist: Typist, schema: None, db: Database
+) -> None:
     hostile = "\x1b[2J\x9b31m\r\n\x07\u2028 ä日本"
     payload = {hostile: [hostile]}
     (letter,) = bury(db, [payload], topic=hostile, error=f"HTTP 400: {hostile}")
     # Desk looks at every answer: of both kinds, and of each command.
-    assert "日本" in desk("dlq", "list").stdout
-    assert len(desk("dlq", "list").stdout.splitlines()) == 2
-    (listed,) = desk.json("dlq", "list")["messages"]
+    assert "日本" in typist("dlq", "list").stdout
+    assert len(typist("dlq", "list").stdout.splitlines()) == 2
+    (listed,) = typist.json("dlq", "list")["messages"]
     assert listed["payload"] == payload
-    desk("dlq", "list", hostile, "--page-size", "1")
-    assert "日本" in desk("dlq", "show", letter).stdout
-    assert desk.json("dlq", "show", letter)["original_topic"].startswith("\x1b[2J")
-    desk("dlq", "retry", hostile, code=None)
-    desk("dlq", "retry", letter)
-    desk("status", code=None)
-    desk("status", "--json", code=None)
+    typist("dlq", "list", hostile, "--page-size", "1")
+    assert "日本" in typist("dlq", "show", letter).stdout
+    assert typist.json("dlq", "show", letter)["original_topic"].startswith("\x1b[2J")
+    typist("dlq", "retry", hostile, code=None)
+    typist("dlq", "retry", letter)
+    typist("status", code=None)
+    typist("status", "--json", code=None)
 
 
 def test_an_argument_that_is_no_text_is_refused_in_words(

@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
@@ -16,8 +15,10 @@ import pytest
 
 from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, run_once, write_env_file
 from backend import Backend, Call
+from desk import bury
 from frontend import Frontend, Reply
 from ledger import dead, uploads
+from machine import NOBODY, booted, in_mounts, needs_root
 from pg import Database
 from proxy import Proxy
 from test_memory import AGENT, COMPILE, python
@@ -59,18 +60,6 @@ MACHINE = {"disk", "unit", "memory cgroup"}
 # Not this machine, and refused at once, without asking a name server.
 ELSEWHERE = "http://255.255.255.255"
 DAY = 86400.0
-# Nobody, who may read everything (so the settings and the test's directories) and write nothing.
-NOBODY = (
-    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
-    *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
-)
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount, and become another")
-
-
-def in_mounts(script: str) -> tuple[str, ...]:
-    """A command's prefix: mounts of its own, which nobody else sees; gone when it ends."""
-    return ("unshare", "--mount", "sh", "-e", "-c", f'{script}\nexec "$@"', "sh")
 
 
 @dataclass(frozen=True)
@@ -211,9 +200,20 @@ def test_a_check_that_breaks_does_not_end_the_others(
 
     report = examine()
 
-    report.expect("deletions", "failed", "cannot be checked")
+    missing = report.expect("deletions", "failed", "cannot be checked")
+    assert missing.hint == "sudo serversync setup"
     report.expect("memory cgroup", report["memory cgroup"].status)
     report.expect("trigger", "ok")
+
+
+def test_what_setup_cannot_mend_is_not_sent_to_setup(
+    examine: Examine, settled: Call, db: Database
+) -> None:
+    db.execute("ALTER TABLE serversync.uploads RENAME COLUMN error TO was_error")
+
+    check = examine().expect("deletions", "failed", "cannot be checked")
+
+    assert "setup" not in check.hint and "journalctl" in check.hint
 
 
 MANY_ROWS = """
@@ -311,14 +311,6 @@ def test_a_credential_is_named_as_the_tokens_origin(examine: Examine, tmp_path: 
     assert "from credential: SYNC_TOKEN (not shown)" in [check.text for check in found]
 
 
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A directory that every user may read and write."""
-    with tempfile.TemporaryDirectory(prefix="serversync-public-") as name:
-        Path(name).chmod(0o777)
-        yield Path(name)
-
-
 @needs_root
 def test_what_only_root_can_read_fails_although_root_asks(
     agent: AgentFactory, public: Path
@@ -352,8 +344,9 @@ def test_no_database_fails_and_what_needs_it_is_skipped(examine: Examine, proxy:
 
 
 def test_a_silent_database_fails_within_a_limit(
-    examine: Examine, proxy: Proxy, db: Database
+    examine: Examine, proxy: Proxy, db: Database, hurry: Callable[..., None]
 ) -> None:
+    hurry(DESK_LIMIT=2)
     proxy.silent()
 
     report = examine(DATABASE_URL=db.url_through(proxy.port))
@@ -514,6 +507,17 @@ def test_an_answer_that_is_not_our_frontends_fails(
     assert report["token"].status == "skipped" or reply.status == 200
 
 
+def test_a_frontend_without_its_settings_pages_is_a_warning_while_entries_get_through(
+    agent: AgentFactory, frontend: Frontend, examine: Examine, settled: Call
+) -> None:
+    frontend.pages[LOOK] = Reply(404, body="<html>")
+    running = agent()
+    probed(running)
+
+    examine(running).expect("frontend", "warning", "HTTP 404")
+    examine().expect("frontend", "failed", "HTTP 404")  # nothing says that it is there
+
+
 def test_a_frontend_that_goes_silent_fails_within_its_limit(
     examine: Examine, frontend: Frontend
 ) -> None:
@@ -553,6 +557,35 @@ def test_a_token_is_accepted_refused_or_missing(examine: Examine, frontend: Fron
     wrong.expect("frontend", "ok")
     wrong.expect("token", "failed", "401")
     examine().expect("token", "failed", "none is set")
+
+
+def test_a_token_that_only_the_service_has_is_no_failure_while_it_gets_through(
+    agent: AgentFactory,
+    frontend: Frontend,
+    examine: Examine,
+    settled: Call,
+    backend: Backend,
+    tmp_path: Path,
+) -> None:
+    """The package's own way: LoadCredential= shows it to nobody else."""
+    frontend.require_token = "right-token"
+    (tmp_path / "token").write_text("right-token\n")
+    running = agent(CREDENTIALS_DIRECTORY=tmp_path)
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
+    running.wait_sentence("sent 1 entry")
+
+    report = examine(running)
+
+    report.expect("token", "skipped", "the service has one of its own")
+    report.expect("frontend", "ok")
+    assert report.code == 0, report
+    examine(running, SYNC_TOKEN="wrong-token").expect("token", "failed", "401")
+    # Where nothing gets through, the missing token may be why.
+    frontend.require_token = "another-token"
+    backend.enqueue_many(3)
+    wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
+    examine(running).expect("token", "failed", "401", "none is set here")
 
 
 def test_a_token_without_tls_to_another_host_is_a_warning(examine: Examine) -> None:
@@ -866,6 +899,22 @@ def test_calls_that_stopped_arriving_are_noticed(
     examine().expect("arrivals", "warning", "newest recording_file")
 
 
+def test_a_quiet_box_whose_outbox_was_pruned_misses_no_arrivals(
+    examine: Examine, settled: Call, backend: Backend, db: Database
+) -> None:
+    """Nobody has called for months; what is left on the disk has its reasons."""
+    old_call(backend, "given up", 20 * DAY)
+    bury(db, [{"filePath": "storage/recordings/given up/mixed.wav"}], "recording_file")
+    old_call(backend, "before what was pruned", 90 * DAY)
+    db.execute("DELETE FROM sync_outbox")
+    pruned = "INSERT INTO serversync.counters VALUES ('pruned_until', '', %s)"
+    db.execute(pruned, (time.time() - 30 * DAY,))
+    examine().expect("arrivals", "ok")
+
+    old_call(backend, "unknown", 10 * DAY)
+    assert {check.status for check in examine().of_name("arrivals")} == {"warning"}
+
+
 def test_a_directory_that_only_our_own_deletion_touched_is_no_arrival(
     agent: AgentFactory, examine: Examine, backend: Backend, db: Database
 ) -> None:
@@ -898,7 +947,7 @@ def test_a_file_url_that_only_the_frontend_can_reach_is_a_warning(
 # -- the agent and its machine --------------------------------------------------------------------
 
 
-def test_no_agent_fails_and_a_standby_is_a_warning(
+def test_no_agent_fails_and_a_standby_or_one_elsewhere_is_a_warning(
     agent: AgentFactory, examine: Examine, settled: Call
 ) -> None:
     assert "systemctl start" in examine().expect("agent", "failed", "no agent").hint
@@ -906,18 +955,13 @@ def test_no_agent_fails_and_a_standby_is_a_warning(
     first = agent()
     probed(first)
     examine(first).expect("agent", "ok", "running since")
+    beyond = examine()  # another machine's, as far as can be seen here
+    assert "pg_locks" in beyond.expect("agent", "warning", "another session holds the lock").hint
+    beyond.expect("outage", "skipped", "no running agent")
     second = agent()
     second.wait_sentence("standby")
 
     examine(second).expect("agent", "warning", "standby")
-
-
-SYSTEMCTL = """#!/bin/sh
-[ "$1" = show ] || exit 9
-cat <<'END'
-{}
-END
-"""
 
 
 @needs_root
@@ -936,7 +980,6 @@ END
 def test_the_unit_is_as_systemd_shows_it(
     examine: Examine, tmp_path: Path, shown: dict[str, str], status: str, words: str
 ) -> None:
-    """A stand-in speaks for systemd: only a booted machine has a real one."""
     unit = {
         "Result": "success",
         "NRestarts": "0",
@@ -946,15 +989,8 @@ def test_the_unit_is_as_systemd_shows_it(
         "UnitFileState": "enabled",
         **shown,
     }
-    stand_in = tmp_path / "systemctl"
-    stand_in.write_text(SYSTEMCTL.format("\n".join(f"{k}={v}" for k, v in unit.items())))
-    stand_in.chmod(0o755)
-    booted = in_mounts(
-        "mount -t tmpfs none /run && mkdir -p /run/systemd/system\n"
-        f"mount -t tmpfs none /usr/sbin && cp {stand_in} /usr/sbin/"
-    )
 
-    examine(prefix=booted).expect("unit", status, words)
+    examine(prefix=booted(tmp_path, **unit)).expect("unit", status, words)
 
 
 @needs_root
@@ -1029,5 +1065,6 @@ def test_dead_letters_are_a_warning_until_they_are_resolved(
     check = examine().expect("dead letters", "warning", "1 entry")
     assert check.hint == "serversync dlq list"
 
-    db.execute("UPDATE serversync.dead_letters SET status = 'RESOLVED'")
-    examine().expect("dead letters", "ok", "none")
+    for status in ("RETRYING", "RESOLVED"):
+        db.execute("UPDATE serversync.dead_letters SET status = %s", (status,))
+        examine().expect("dead letters", "ok", "none")

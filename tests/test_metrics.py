@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import serversync
 from agent import REPOSITORY, Agent, AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply
-from ledger import hold, let_hours_pass
+from ledger import hold, let_days_pass, let_hours_pass
 from pg import Database
 from waiting import wait_until
 
@@ -73,6 +74,28 @@ def scrape(agent: AgentFactory, running: Agent | None = None, **settings: Any) -
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return Scrape(done.stdout)
+
+
+@dataclass
+class Numbers:
+    """Looks without starting a program for each look."""
+
+    config: serversync.Config
+
+    def scrape(self, running: Agent | None = None) -> Scrape:
+        directory = str(running.runtime_dir if running else "/nonexistent")
+        return Scrape(serversync.metrics_of(self.config, {"RUNTIME_DIRECTORY": directory}))
+
+    def backlog(self) -> list[int]:
+        """How many entries waited at the end of each quarter of an hour of the day until now."""
+        with serversync.Desk(self.config, "tests") as desk:
+            return [slot["backlog"] for slot in serversync.history(desk)]
+
+
+@pytest.fixture
+def numbers(agent: AgentFactory) -> Numbers:
+    settings = agent.env()
+    return Numbers(serversync.load_config(settings, settings))
 
 
 @pytest.fixture(scope="session")
@@ -237,11 +260,11 @@ def test_a_disk_without_room_for_the_text_is_an_error_that_the_caller_sees(
 
 
 def test_an_agent_that_ends_is_no_longer_up_and_its_outages_are_no_longer_known(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     running = agent()
     running.wait_sentence("idle")
-    seen = scrape(agent, running)
+    seen = numbers.scrape(running)
     assert seen("serversync_up") == seen("serversync_listener_connected") == 1
     assert seen("outbox_inflight") == 0
     assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
@@ -249,38 +272,40 @@ def test_an_agent_that_ends_is_no_longer_up_and_its_outages_are_no_longer_known(
 
     running.kill()
 
-    seen = scrape(agent, running)
+    seen = numbers.scrape(running)
     assert seen("serversync_up") == 0
     unknown = {"outbox_inflight", "serversync_listener_connected", "serversync_outage"}
     assert not seen.names & {*unknown, "serversync_outage_seconds"}
 
 
 def test_an_agent_that_only_the_database_knows_is_not_up_here(
-    db: Database, agent: AgentFactory
+    db: Database, agent: AgentFactory, numbers: Numbers
 ) -> None:
     running = agent()
     running.wait_sentence("idle")
 
-    seen = scrape(agent)  # another host, or another /run
+    seen = numbers.scrape()  # another host, or another /run
 
     assert seen("serversync_up") == 0
     assert not seen.names & {"serversync_outage", "serversync_outage_seconds", "outbox_inflight"}
 
 
-def test_a_standby_is_up_and_does_not_speak_of_outages(db: Database, agent: AgentFactory) -> None:
+def test_a_standby_is_up_and_does_not_speak_of_outages(
+    db: Database, agent: AgentFactory, numbers: Numbers
+) -> None:
     first = agent()
     first.wait_sentence("idle")
     second = agent()
     second.wait_sentence("standby")
 
-    seen = scrape(agent, second)
+    seen = numbers.scrape(second)
 
     assert seen("serversync_up") == 1
     assert "serversync_outage" not in seen.names
 
 
 def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
     backend.enqueue()
@@ -289,10 +314,10 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
 
     def lasted() -> dict[str, float]:
-        return scrape(agent, running).series("serversync_outage_seconds")
+        return numbers.scrape(running).series("serversync_outage_seconds")
 
     wait_until(lambda: lasted()["entries"] >= 1, what="a second of it")
-    seen = scrape(agent, running)
+    seen = numbers.scrape(running)
     assert seen.series("serversync_outage") == {"entries": 1, "files": 0}
     assert 1 <= seen.series("serversync_outage_seconds")["entries"] < 600
     assert seen.series("serversync_outage_seconds")["files"] == 0
@@ -305,13 +330,13 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     running = agent()
     running.wait_sentence("sent 1 entry")
 
-    seen = scrape(agent, running)
+    seen = numbers.scrape(running)
     assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
     assert seen.series("serversync_outage_seconds") == {"entries": 0, "files": 0}
 
 
 def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     answered: list[bool] = []
 
@@ -324,21 +349,21 @@ def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
     wait_until(lambda: running.state().get("inflight"), what="the request", state=running.log)
 
     try:
-        seen = scrape(agent, running)
+        seen = numbers.scrape(running)
     finally:
         answered.append(True)
 
     assert seen("outbox_inflight") == 7
     assert seen("serversync_pending_entries") == 7
     running.wait_sentence("sent 7 entries")
-    assert scrape(agent, running)("outbox_inflight") == 0
+    assert numbers.scrape(running)("outbox_inflight") == 0
 
 
 # -- counting -------------------------------------------------------------------------------------
 
 
 def test_everything_is_counted_once_as_the_frontend_got_it(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     bad, dead = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
     backend.enqueue_many(20)
@@ -354,7 +379,7 @@ def test_everything_is_counted_once_as_the_frontend_got_it(
     let_hours_pass(db)
     assert agent.once().returncode == 0
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     entries, files = len(frontend.entries), len(frontend.uploads)
     assert (entries, files) == (20 + 2 * 4 + 1, 2)
@@ -370,17 +395,17 @@ def test_everything_is_counted_once_as_the_frontend_got_it(
     assert seen("outbox_retry_count_bucket", "0") == entries + files - 1
     assert seen("serversync_pending_entries") == 0
     # Looking changes nothing.
-    assert scrape(agent).counted() == seen.counted()
+    assert numbers.scrape().counted() == seen.counted()
 
 
 def test_what_the_frontend_had_already_is_counted_apart(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     frontend.on_entries = lambda request: Reply(409, {}, {"ok": True})
     backend.enqueue_many(3)
     assert agent.once().returncode == 0
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     assert seen.series("outbox_dequeue_total") == {"sent": 3, "set_aside": 0, "dead": 0}
     outcomes = {"success": 0, "retry": 0, "dead": 0, "conflict_processed": 3}
@@ -388,16 +413,16 @@ def test_what_the_frontend_had_already_is_counted_apart(
 
 
 def test_a_file_that_was_uploaded_before_leaves_the_queue_without_a_sending(
-    db: Database, backend: Backend, agent: AgentFactory
+    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     call = backend.end_call(events=0)
     assert agent.once().returncode == 0
-    before = scrape(agent)
+    before = numbers.scrape()
     again = "update sync_outbox set processed_at = null where id = %s"
     db.execute(again, (call.seq("recording_file"),))
     assert agent.once().returncode == 0
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     sent = before("outbox_dequeue_total", "sent")
     assert seen("outbox_dequeue_total", "sent") == sent + 1 == 4
@@ -406,7 +431,7 @@ def test_a_file_that_was_uploaded_before_leaves_the_queue_without_a_sending(
 
 
 def test_looks_at_a_file_that_is_not_ready_are_no_sendings(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     backend.end_call(meta=False, events=0)
     looks = 3
@@ -415,7 +440,7 @@ def test_looks_at_a_file_that_is_not_ready_are_no_sendings(
         hold(db)
         let_hours_pass(db)
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     assert seen.series("outbox_dequeue_total")["set_aside"] >= looks
     assert seen.series("outbox_send_total")["retry"] == 0
@@ -424,7 +449,7 @@ def test_looks_at_a_file_that_is_not_ready_are_no_sendings(
 
 
 def test_entries_of_every_age_fall_into_their_buckets(
-    db: Database, backend: Backend, agent: AgentFactory
+    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     # Just above each bound, for the clock runs on; and one from the future, as after a clock that
     # was set back: of no age at all.
@@ -437,7 +462,7 @@ def test_entries_of_every_age_fall_into_their_buckets(
     )
     assert agent.once().returncode == 0
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     buckets = seen.series("outbox_lag_seconds_bucket")
     assert list(buckets) == ["1", "5", "30", "60", "300", "3600", "86400", "+Inf"]
@@ -447,7 +472,7 @@ def test_entries_of_every_age_fall_into_their_buckets(
 
 
 def test_failures_before_success_fall_into_their_buckets(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     tries = [1, 8, 9]
     entities = [str(uuid.uuid4()) for _ in tries]
@@ -461,7 +486,7 @@ def test_failures_before_success_fall_into_their_buckets(
     let_hours_pass(db)
     assert agent.once().returncode == 0
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     buckets = seen.series("outbox_retry_count_bucket")
     assert list(buckets) == [*map(str, range(9)), "+Inf"]
@@ -471,7 +496,7 @@ def test_failures_before_success_fall_into_their_buckets(
 
 
 def test_entries_whose_answer_a_kill_ate_are_counted_once(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     backend.enqueue_many(10)
     frontend.on_entries = lambda request: Reply(store=True, delay=60)
@@ -479,11 +504,11 @@ def test_entries_whose_answer_a_kill_ate_are_counted_once(
     frontend.wait(lambda: len(frontend.requests) == 1, what="the request")
     running.kill()
     frontend.hang_up()
-    assert set(scrape(agent).series("outbox_dequeue_total").values()) <= {0}
+    assert set(numbers.scrape().series("outbox_dequeue_total").values()) <= {0}
     frontend.on_entries = None
     assert agent.once().returncode == 0
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     assert len(frontend.entries) == 20
     assert seen.series("outbox_dequeue_total")["sent"] == 10
@@ -491,13 +516,13 @@ def test_entries_whose_answer_a_kill_ate_are_counted_once(
 
 
 def test_no_counter_ever_goes_down(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
     last: dict[Sample, float] = {}
 
     def look(running: Agent | None = None) -> Scrape:
-        seen = scrape(agent, running)
+        seen = numbers.scrape(running)
         lower = {key: (last[key], seen.get(key)) for key in last if seen.get(key, -1) < last[key]}
         assert not lower
         last.update(seen.counted())
@@ -544,17 +569,65 @@ def test_no_counter_ever_goes_down(
 
 
 def test_an_age_without_end_does_not_hide_the_rest(
-    db: Database, backend: Backend, agent: AgentFactory, promtool: str
+    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers, promtool: str
 ) -> None:
     assert agent.once().returncode == 0
     backend.enqueue_many(2)
     db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
 
-    seen = scrape(agent)
+    seen = numbers.scrape()
 
     assert seen("serversync_pending_entries") == 2
     assert seen("serversync_database_up") == 1
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+
+
+# -- what went out once more ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["replay", "retry"])
+def test_what_is_sent_again_after_weeks_waits_only_since_then(
+    db: Database,
+    frontend: Frontend,
+    backend: Backend,
+    agent: AgentFactory,
+    numbers: Numbers,
+    how: str,
+) -> None:
+    entity = str(uuid.uuid4())
+    if how == "retry":
+        frontend.rejected[entity] = "SCHEMA"
+    last = backend.enqueue(entity_id=entity)
+    assert agent.once().returncode == (1 if how == "retry" else 0)
+    frontend.rejected.clear()
+    let_days_pass(db, 20, last)
+    db.execute("update serversync.dead_letters set created_at = now() - interval '20 days'")
+    assert set(numbers.backlog()) == {0}
+
+    again = ["replay", "--seq", "1-", "--yes"] if how == "replay" else ["dlq", "retry-all"]
+    assert agent.once(*again).returncode == 0
+
+    seen = numbers.scrape()
+    assert seen("serversync_pending_entries") == 1
+    assert 0 < seen("serversync_oldest_pending_seconds") < 300
+    backlog = numbers.backlog()
+    assert backlog[-1] == 1 and set(backlog[:-2]) == {0}
+    assert agent.once().returncode == 0
+    assert numbers.scrape()("outbox_lag_seconds_sum") < 300
+    backlog = numbers.backlog()
+    assert backlog[-1] == 0 and set(backlog[:-2]) == {0}
+
+
+def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(
+    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers
+) -> None:
+    assert agent.once().returncode == 0
+    backend.enqueue_many(3)
+    db.execute("update sync_outbox set created_at = now() + interval '1 hour'")
+
+    backlog = numbers.backlog()
+    assert backlog[-1] == 3 and set(backlog[:-2]) == {0}
+    assert numbers.scrape()("serversync_pending_entries") == 3
 
 
 # -- alerts ---------------------------------------------------------------------------------------

@@ -310,8 +310,8 @@ def held_back(db: Database, backend: Backend) -> tuple[Callable[[], None], int]:
 def test_an_id_that_becomes_visible_late_is_delivered(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    running = agent()
-    running.wait_log("started")
+    agent.once()  # makes the NOTIFY trigger: a transaction that is open would be in its way
+    agent()
     commit, late = held_back(db, backend)
     early = [backend.enqueue() for _ in range(3)]
     frontend.wait(lambda: frontend.seqs() == early)

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import serversync
-from agent import REPOSITORY
+from agent import REPOSITORY, agent_env, write_env_file
+from backend import Backend
+from frontend import Frontend
+from pg import Database
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow  # not for each set of packages: all of it is Debian's own
@@ -157,7 +160,9 @@ def test_an_interrupted_tour_cleans_up(
     tour.leaves_nothing()
 
 
-def test_pip_installs_a_command_that_knows_its_version(tmp_path: Path) -> None:
+def test_pip_installs_a_command_that_delivers(
+    db: Database, frontend: Frontend, backend: Backend, tmp_path: Path
+) -> None:
     # Built from a copy: pip would leave its build directory in the checkout.
     source = tmp_path / "source"
     source.mkdir()
@@ -165,9 +170,15 @@ def test_pip_installs_a_command_that_knows_its_version(tmp_path: Path) -> None:
         (source / name).write_bytes((REPOSITORY / name).read_bytes())
     environment = tmp_path / "environment"
 
-    def run(*command: str | Path) -> str:
+    def run(*command: str | Path, **environ: str) -> str:
         done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -175,9 +186,15 @@ def test_pip_installs_a_command_that_knows_its_version(tmp_path: Path) -> None:
     run("/usr/bin/python3", "-m", "venv", environment)
     run(environment / "bin" / "pip", "install", "-q", source)
 
-    version = run(environment / "bin" / "serversync", "--version")
-    assert version == f"serversync {serversync.__version__}\n"
-    assert "SYNC_POLL_INTERVAL_SEC" in run(environment / "bin" / "serversync", "--help")
+    command = environment / "bin" / "serversync"
+    assert run(command, "--version") == f"serversync {serversync.__version__}\n"
+    assert "SYNC_POLL_INTERVAL_SEC" in run(command, "--help")
+    call = backend.end_call()
+    empty = write_env_file(tmp_path / "serversync.env", {})
+    run(command, "--env-file", empty, "once", **agent_env(db, frontend, backend))
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert db.pending() == []
+    assert not call.directory.exists()
 
 
 def test_the_program_runs_from_a_checkout_with_debian_s_python() -> None:

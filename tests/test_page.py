@@ -408,6 +408,16 @@ def test_a_stopped_agent_and_a_database_away_are_said_in_words(
     assert tab.complaints == []
 
 
+def test_an_agent_that_only_the_database_knows_is_not_seen_here(
+    tab: Page, agent: AgentFactory, running: Agent
+) -> None:
+    _, web = start_admin(agent)  # without its state file
+    tab.open(web.address)
+    tab.wait_text("Not seen here", "#state")
+    assert "another session holds the lock" in tab.text("#hero")
+    assert tab.complaints == []
+
+
 def test_without_the_admin_process_the_last_data_stay_marked_as_old(
     tab: Page, running: Agent, desk: Desk
 ) -> None:

@@ -19,13 +19,12 @@ import pytest
 import serversync
 from agent import Agent, AgentFactory, agent_env, run_once, write_env_file
 from backend import Backend
-from desk import Desk, assert_plain, bury, state_of
+from desk import Desk, Typist, assert_plain, bury, state_file, state_of
 from frontend import Frontend
 from ledger import receipts
+from machine import booted, needs_root
 from pg import Cluster, Database
 from waiting import wait_until
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 
 OTHER_USER = "nobody"
 AS_OTHER = ["setpriv", "--reuid", OTHER_USER, "--regid", "nogroup", "--clear-groups", "--"]
@@ -59,8 +58,8 @@ def catalogs(db: Database) -> dict[str, list[Any]]:
 
 
 @pytest.fixture
-def desk(agent: AgentFactory) -> Desk:
-    return Desk(agent)
+def desk(typist: Typist) -> Desk:
+    return typist
 
 
 def by_superuser(db: Database) -> Database:
@@ -133,13 +132,13 @@ def assert_works(
 
 
 def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothing(
-    desk: Desk,
     agent: AgentFactory,
     backend: Backend,
     frontend: Frontend,
     db: Database,
     role: Role,
 ) -> None:
+    desk = Desk(agent)
     made = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
     there = [name for name, done in made.items() if done == "there"]
     assert "role" not in there and "sync_outbox" not in there and "marker" not in there
@@ -190,7 +189,7 @@ def test_people_s_commands_work_with_the_role_that_setup_made(
     with db.admin() as admin:
         admin.execute("UPDATE sync_outbox SET processed_at = now() - interval '40 days'")
         admin.execute("UPDATE serversync.deliveries SET started_at = now() - interval '40 days'")
-    assert desk("prune", "--yes", **url).stdout == "deleted 1 row and 2 receipts\n"
+    assert desk("prune", "--yes", **url).stdout == "deleted 1 row, 2 receipts, 0 letters\n"
     own = by_superuser(db)
     (letter,) = bury(own, [{"n": 1}])
     own.execute("DELETE FROM sync_outbox")
@@ -403,8 +402,10 @@ class Box:
             ),
             what="the other user's process",
         )
-        state = {"pid": self._service.pid, "since": 0, "at": 0}
-        (self.runtime_dir / "state.json").write_text(json.dumps(state))
+        self.pretend_agent(self._service.pid)
+
+    def pretend_agent(self, pid: int) -> None:
+        (self.runtime_dir / "state.json").write_text(json.dumps(state_file(pid)))
 
     def __call__(
         self, *args: str, code: int = 0, prefix: Sequence[str] = ()
@@ -508,6 +509,17 @@ def test_somebody_whom_the_database_does_not_know_is_told_the_line(box: Box) -> 
     assert box("setup", prefix=AS_OTHER, code=69).stderr.count("sudo serversync") == 1
 
 
+@needs_root
+def test_root_becomes_whom_the_unit_names_whatever_a_state_file_says(box: Box) -> None:
+    """Whoever can write that file may not choose whom root becomes: itself, or the superuser."""
+    superusers = int((box.db.cluster.data / "postmaster.pid").read_text().splitlines()[0])
+    for pid in (1, superusers):
+        box.pretend_agent(pid)
+        prefix = booted(box.directory, LoadState="loaded", User=OTHER_USER)
+        refused = box("dlq", "list", prefix=prefix, code=69).stderr
+        assert f'role "{OTHER_USER}" does not exist' in refused
+
+
 def test_the_superuser_s_session_calls_nothing_that_the_backend_made(
     desk: Desk, db: Database, role: Role
 ) -> None:
@@ -526,6 +538,9 @@ def test_a_link_is_not_taken_for_the_directory_that_was_named(tmp_path: Path) ->
     strange.mkdir(parents=True)
     (tmp_path / "recordings").symlink_to(strange)
     assert "leads by a link to" in serversync._unfit("--recordings", f"{tmp_path}/recordings")
-    assert "must be an absolute path" in serversync._unfit("--recordings", str(strange))
+    foreign = tmp_path / "ü"  # a letter, but these files are ASCII
+    foreign.mkdir()
+    for path in (strange, foreign):
+        assert "must be an absolute path" in serversync._unfit("--recordings", str(path))
     assert "a directory of its own" in serversync._unfit("--recordings", "/etc/systemd")
     assert serversync._unfit("--recordings", str(tmp_path)) == ""

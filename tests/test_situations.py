@@ -47,11 +47,6 @@ def test_a_result_that_cannot_be_recorded_is_kept_and_nothing_is_sent_before_it_
     assert frontend.files[call.call_log_id].sha256 == call.sha256
 
 
-@pytest.fixture
-def libfaketime() -> Path:
-    return next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
-
-
 @pytest.mark.parametrize("shift", ["-20y", "+20y"])
 def test_an_agent_with_a_wrong_clock_delivers_and_deletes(
     agent: AgentFactory,

@@ -264,6 +264,18 @@ def test_index_and_trigger_that_a_lock_prevented_are_made_after_a_reconnect(
     assert db.rows(TRIGGERS) == [("serversync_wake",)]
 
 
+def test_index_and_trigger_that_a_transaction_prevented_are_made_when_it_has_ended(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    with long_transaction(db):
+        running = agent()
+        running.wait_log("going on with less")
+    running.wait_log("index and NOTIFY trigger are there now")
+    assert db.rows(INDEX_STATE)[0][0] and db.rows(TRIGGERS) == [("serversync_wake",)]
+    seq = backend.enqueue()
+    frontend.wait(lambda: frontend.seqs() == [seq], what="the entry, not a polling interval later")
+
+
 def test_trigger_that_fails_never_ends_the_backend_s_transaction(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 import uuid
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 
 import serversync
-from agent import Agent, AgentFactory
+from agent import Agent, AgentFactory, run_once, write_env_file
 from backend import Backend
-from desk import Desk, Terminal, give_up
+from desk import Desk, Terminal, Typist, give_up
 from frontend import Frontend, Reply, Request
 from ledger import hold, uploads, waiting
+from machine import NOBODY, NOBODY_APART, in_mounts, needs_root
 from pg import Database
 from proxy import Proxy
 from waiting import wait_until
@@ -167,6 +169,54 @@ def test_a_state_file_that_makes_no_sense_is_no_agent(
     assert view["agent"]["state"] == "stopped"
 
 
+@needs_root
+@pytest.mark.parametrize("who", [NOBODY_APART, NOBODY], ids=["the same user apart", "another user"])
+def test_an_agent_that_proc_hides_is_seen_all_the_same(
+    agent: AgentFactory, public: Path, who: tuple[str, ...]
+) -> None:
+    """ProtectProc=invisible hides a process in another user namespace even from its own user: so
+    the admin interface's unit would never see the agent's."""
+    owner = NOBODY if who is NOBODY_APART else ()
+    running = agent(prefix=owner, runtime_dir=public)
+    running.wait_sentence("idle")
+    settings = write_env_file(public / "settings", agent.env())
+    hidden = f"! test -e /proc/{running.pid}"
+    prefix = (
+        *in_mounts("mount -t proc -o hidepid=invisible proc /proc"),
+        *(*who, "sh", "-e", "-c", f'{hidden}\nexec "$@"', "sh"),
+    )
+
+    args = ("--env-file", str(settings), "status", "--json")
+    done = run_once({"RUNTIME_DIRECTORY": str(public)}, args=args, env_file=False, prefix=prefix)
+
+    seen = json.loads(done.stdout)["agent"]
+    assert (seen["state"], seen["pid"]) == ("running", running.pid)
+    assert seen["sentence"] == "idle: nothing to send"
+    assert done.returncode == 0
+
+
+def test_a_clock_that_is_set_right_after_the_start_changes_no_age(
+    desk: Desk, agent: AgentFactory, backend: Backend, libfaketime: Path, tmp_path: Path
+) -> None:
+    """Without a battery it is 1970, or the last shutdown, until NTP has answered."""
+    clock = tmp_path / "clock"
+    clock.write_text("-20000d\n")
+    running = agent(
+        LD_PRELOAD=libfaketime,
+        FAKETIME_TIMESTAMP_FILE=clock,
+        FAKETIME_NO_CACHE=1,
+        FAKETIME_DONT_FAKE_MONOTONIC=1,
+    )
+    running.wait_sentence("idle")
+    assert running.state()["since"] < time.time() - 19_999 * 86_400
+    clock.write_text("+0\n")
+    backend.enqueue()
+    running.wait_sentence("sent 1 entry")
+    assert time.time() - 300 < running.state()["since"] <= time.time()
+    agent_row = rows_of(desk("status", **beside(running)).stdout)["agent"]
+    assert re.match(r"running for \d+ (s|min) ", agent_row), agent_row
+
+
 # -- the database ---------------------------------------------------------------------------------
 
 
@@ -300,15 +350,15 @@ def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(
     assert 3500 <= moment(outage["next_try_at"]) - moment(outage["since"]) <= 3660
 
 
-@pytest.mark.parametrize("when", ["infinity", "-infinity"])
 def test_entries_of_no_date_at_all_are_counted(
-    desk: Desk, agent: AgentFactory, backend: Backend, db: Database, when: str
+    typist: Typist, agent: AgentFactory, backend: Backend, db: Database
 ) -> None:
     agent.once()
     backend.enqueue()
-    db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
-    assert "1 pending" in desk("status", code=69).stdout
-    assert desk.json("status", code=69)["outbox"]["pending"] == 1
+    for when in ("infinity", "-infinity"):
+        db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
+        assert "1 pending" in typist("status", code=69).stdout
+        assert typist.json("status", code=69)["outbox"]["pending"] == 1
 
 
 def test_hostile_text_is_shown_as_text(
@@ -442,8 +492,9 @@ def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(
 
 
 def test_watching_goes_on_while_the_database_comes_and_goes(
-    agent: AgentFactory, db: Database, proxy: Proxy
+    agent: AgentFactory, db: Database, proxy: Proxy, hurry: Callable[..., None]
 ) -> None:
+    hurry(DESK_LIMIT=2)
     agent.once()
     proxy.refuse()
     env = agent.env(DATABASE_URL=db.url_through(proxy.port))

@@ -756,7 +756,7 @@ def test_a_frontend_whose_disk_is_full_for_files_still_takes_entries(
         seq = backend.enqueue()
         wait_for_entry(frontend, seq)
     waiting = [call.seq("recording_file") for call in calls]
-    assert db.pending() == waiting
+    wait_until(lambda: db.pending() == waiting, what="only files to be pending")
     assert not dead(db) and {state[2] for state in failures(db).values()} <= {0}
     for call in calls:
         assert_not_uploaded(db, backend, call)

@@ -2,154 +2,36 @@
 
 import contextlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import serversync
-from container import (
+from box import (
+    ANNOUNCEMENTS,
+    DROP_IN,
     ENV_FILE,
-    MIRROR,
+    HERE,
+    LONG,
+    MARKS,
     RECORDINGS,
-    REPOSITORY,
-    Container,
-    Release,
-    base_root,
+    Box,
+    Installation,
     command,
-    furnish,
-    locked,
-    prepare,
-    set_up,
     until,
 )
 from frontend import Frontend, Reply, Request
 from pg import free_port
+from test_docs import section, sessions
 
-# Set by tests/system/run: bookworm, trixie, bookworm:armhf, …
-RELEASES = os.environ.get("SERVERSYNC_SYSTEM_RELEASES", "").split()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not RELEASES, reason="minutes in containers: tests/system/run"),
-]
-
-HOST_PACKAGES = "mmdebstrap systemd-container debian-archive-keyring util-linux mount"
-Start = Callable[..., Container]
+pytest_plugins = ["machines"]
+pytestmark = MARKS
 
 OWNER = "bot"
-LONG = 1200.0 if any(Release.of(text).emulated for text in RELEASES) else 120.0
 STOP_WITHIN = 2.0  # by systemd's own clock
-DROP_IN = "/etc/systemd/system/serversync.service.d/test.conf"
-
-
-# --- machines -------------------------------------------------------------------------------------
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "release" in metafunc.fixturenames:
-        releases = [Release.of(text) for text in RELEASES]
-        metafunc.parametrize("release", releases, ids=str, scope="session")
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for all processes of this test run."""
-    directory = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        directory = directory.parent
-    system = directory / "system"
-    system.mkdir(exist_ok=True)
-    return system
-
-
-@pytest.fixture(scope="session")
-def host(shared: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("containers need root")
-    with locked(shared / "host.lock"):
-        command(
-            "bash", "-euc", f"cd {REPOSITORY}; . packaging/deps.sh; install_missing {HOST_PACKAGES}"
-        )
-
-
-@pytest.fixture(scope="session")
-def deb(shared: Path, host: None) -> Path:
-    """$SERVERSYNC_DEB, or the package of this tree, built once."""
-    if given := os.environ.get("SERVERSYNC_DEB"):
-        return Path(given)
-    with locked(shared / "deb.lock"):
-        link = shared / "dist" / "serversync.deb"
-        if not link.exists():
-            command(REPOSITORY / "packaging" / "build", "--worktree", shared / "dist")
-    return link
-
-
-@pytest.fixture(scope="session")
-def base(request: pytest.FixtureRequest, release: Release, host: None) -> Path:
-    given = os.environ.get("SERVERSYNC_SYSTEM_CACHE")
-    cache = Path(given) if given else request.config.cache.mkdir("serversync-system")
-    cache.mkdir(parents=True, exist_ok=True)
-    return base_root(release, cache)
-
-
-@pytest.fixture(scope="session")
-def prepared(release: Release, base: Path, deb: Path, shared: Path) -> list[Path]:
-    """The layers of a machine with serversync installed and set up."""
-    return [prepare(release, base, deb, shared / f"prepared-{release}"), base]
-
-
-@pytest.fixture
-def bare(release: Release, base: Path, tmp_path: Path) -> Iterator[Container]:
-    """A booted machine with the backend's tables and user, without serversync."""
-    with Container(release, tmp_path / "machine", [base]) as container:
-        container.boot()
-        furnish(container)
-        yield container
-        print(container.story())
-
-
-@pytest.fixture
-def off(release: Release, prepared: list[Path], tmp_path: Path) -> Iterator[Container]:
-    """A machine with serversync set up, not yet booted."""
-    with Container(release, tmp_path / "machine", prepared) as container:
-        yield container
-        print(container.story())
-
-
-@pytest.fixture
-def start(off: Container, frontend: Frontend) -> Callable[..., Container]:
-    """Boots it with the frontend of this test; further settings as arguments."""
-
-    def boot(**settings: str) -> Container:
-        off.configure(FRONTEND_BASE_URL=frontend.url, **settings)
-        off.boot()
-        return off
-
-    return boot
-
-
-@pytest.fixture
-def machine(start: Callable[..., Container]) -> Container:
-    return start()
-
-
-def running(machine: Container) -> bool:
-    return machine.unit("ActiveState", "SubState") == {
-        "ActiveState": "active",
-        "SubState": "running",
-    }
-
-
-def sentence(machine: Container) -> str:
-    """The one of systemctl status."""
-    return machine.unit("StatusText")["StatusText"]
-
-
-def pending(machine: Container) -> str:
-    return machine.sql("select count(*) from sync_outbox where processed_at is null")
+IDLE = "idle: nothing to send"
 
 
 def slow_reader(frontend: Frontend) -> None:
@@ -157,74 +39,124 @@ def slow_reader(frontend: Frontend) -> None:
     frontend.read_rate = 40_000
 
 
-def traces(machine: Container) -> list[str]:
-    """Files that speak of serversync by their names."""
-    find = "find / -xdev -name '*serversync*'"
-    return machine.sh(f"{find} 2>/dev/null || true").split()
+def arrives(machine: Box, frontend: Frontend, call: dict[str, Any]) -> None:
+    """The recording, whole; then its directory goes."""
+    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
+    assert frontend.files[call["call_log_id"]].sha256 == call["sha256"]
+    until(lambda: not machine.exists(call["directory"]), LONG, "the directory to go")
+
+
+def delivers(machine: Box, frontend: Frontend) -> None:
+    seq = machine.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), LONG, "an entry")
+
+
+def sentence(machine: Box) -> str:
+    """The one of systemctl status."""
+    return machine.unit("StatusText")["StatusText"]
 
 
 # --- install --------------------------------------------------------------------------------------
 
 
 def test_apt_installs_it_and_it_waits_for_its_configuration_and_then_runs(
-    bare: Container, deb: Path, frontend: Frontend
+    installed: Installation,
 ) -> None:
-    said = bare.install(deb)
+    said, seen = installed.said, installed.unconfigured
 
     # Unconfigured: it says so, everywhere, and does not run in circles.
     assert "edit /etc/serversync.env" in said.lower(), said
     assert "Setting up python3-psycopg" in said
-    states = bare.unit("ActiveState", "SubState", "ExecMainStatus", "NRestarts", "UnitFileState")
-    assert states == {
-        "ActiveState": "failed",  # and not activating: no restart is planned
-        "SubState": "failed",
-        "ExecMainStatus": "78",
-        "NRestarts": "0",
-        "UnitFileState": "enabled",
-    }
-    status = bare.run("systemctl", "status", "serversync", check=False).stdout
-    assert re.search(r"Status: \"not configured: DATABASE_URL is required", status), status
-    assert bare.sh(f"stat -c '%U:%G %a' {ENV_FILE}").strip() == "root:serversync 640"
-    assert bare.sh("dpkg-query -W -f '${Conffiles}' serversync").split()[0] == ENV_FILE
-    assert "serversync" in bare.sh("getent passwd serversync; id serversync")
-    compiled = bare.sh("ls /usr/share/serversync/__pycache__")
-    assert re.match(r"serversync\.cpython-3\d+\.pyc", compiled), compiled
-    version = bare.sh("serversync --version").strip()
-    assert version == f"serversync {serversync.__version__}"
+    # Failed, and not activating: no restart is planned.
+    assert sorted(seen["unit"].split()) == [
+        "ActiveState=failed",
+        "ExecMainStatus=78",
+        "NRestarts=0",
+        "SubState=failed",
+    ]
+    assert 'Status: "not configured: DATABASE_URL is required' in seen["status"], seen["status"]
+    assert seen["rights"].strip() == "root:serversync 640"
+    assert seen["conffiles"].split()[0] == ENV_FILE
+    assert seen["user"].startswith("serversync:")
+    assert re.match(r"serversync\.cpython-3\d+\.pyc", seen["compiled"]), seen["compiled"]
+    assert seen["version"] == f"serversync {serversync.__version__}\n"
     # The admin interface is there for those who ask for it.
-    for unit in ("serversync-admin.socket", "serversync-admin.service"):
-        assert bare.unit("ActiveState", unit=unit) == {"ActiveState": "inactive"}
-    assert bare.unit("UnitFileState", unit="serversync-admin.socket")["UnitFileState"] == "disabled"
+    assert seen["enabled"].split() == ["enabled", "disabled"]
+    assert seen["admin"].split() == ["inactive", "inactive"]
 
-    set_up(bare, frontend.url)
-    bare.run("systemctl", "restart", "serversync")
+    seen = installed.configured
 
-    assert running(bare)
-    until(lambda: sentence(bare) == "idle: nothing to send", LONG, "the sentence")
-    assert "serversync 0" in bare.messages()
+    assert "SubState=running" in seen["unit"] and "NRestarts=0" in seen["unit"], seen["unit"]
+    assert seen["rights"].strip() == "root:serversync 640"
+    assert f"serversync {serversync.__version__}" in seen["journal"]
 
 
-@pytest.mark.parametrize("unit", ["serversync.service", "serversync-admin.service"])
-def test_the_hardening_of_the_units_is_seen_by_systemd(machine: Container, unit: str) -> None:
-    said = machine.run("systemd-analyze", "security", "--no-pager", unit).stdout
+def test_the_readme_shows_what_a_person_types_and_sees(installed: Installation) -> None:
+    text = section("Install on a Pi")
+    typed = re.findall(r"^    \$ (.*)$", text, re.M)
+    assert typed == [
+        "sudo apt install ./serversync.deb",
+        "sudoedit /etc/serversync.env",
+        *installed.typed,
+    ]
+    shown = dict(sessions(text))
+    for line in shown[typed[0]].splitlines():
+        assert line == "[…]" or line in installed.said.splitlines()
+    for line, said in installed.typed.items():
+        assert shown[line] == said.strip(), line
+    for problem in ("DATABASE_URL is required: ", "FRONTEND_BASE_URL is required: "):
+        told = re.search(f"^    (serversync: {problem}.*)$", text, re.M)
+        assert told and told[1] in installed.unconfigured["journal"].splitlines()
 
-    exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", said)
-    assert exposure and float(exposure[1]) <= 1.5, said
+
+def test_the_units_are_hardened_and_limited_in_systemd_s_own_eyes(machine: Box) -> None:
+    for unit in ("serversync.service", "serversync-admin.service"):
+        said = machine.run("systemd-analyze", "security", "--no-pager", unit).stdout
+        exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", said)
+        assert exposure and float(exposure[1]) <= 1.5, said
+        limits = machine.unit("MemoryHigh", "MemoryMax", "TasksMax", "Nice", unit=unit)
+        mib = 1 << 20
+        assert limits == {
+            "MemoryHigh": str(96 * mib),
+            "MemoryMax": str(128 * mib),
+            "TasksMax": "16",
+            "Nice": "10",
+        }
+    status = machine.read(f"/proc/{machine.main_pid()}/status")
+    held = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert (held["NoNewPrivs"], held["CapEff"]) == ("1", "0" * 16)
+    assert int(held["Threads"]) < 16
+    if not machine.release.foreign or machine.release.whole:  # qemu-user knows no filter
+        assert held["Seccomp"] == "2"
+
+
+def test_the_sandbox_lets_nothing_through_but_what_the_agent_needs(machine: Box) -> None:
+    """A stranger's code in the agent's place; see sandboxed.py."""
+    if machine.release.foreign and not machine.release.whole:
+        pytest.skip("qemu-user has no sandbox")
+    program = "/usr/local/lib/sandboxed.py"
+    machine.copy(HERE / "sandboxed.py", program)
+    machine.put(DROP_IN, f"[Service]\nExecStartPre=/usr/bin/python3 -I {program} {RECORDINGS}\n")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "restart", "serversync")
+
+    tried = [line for line in machine.messages().splitlines() if line.startswith("sandbox: ")]
+    assert tried, machine.messages()
+    assert [line for line in tried if not line.startswith("sandbox: as it should be: ")] == []
+    assert len(tried) == 15, tried
 
 
 # --- deliver --------------------------------------------------------------------------------------
 
 
 def test_a_call_of_the_backend_s_own_user_arrives_and_its_directory_goes(
-    machine: Container, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
     call = machine.voicebot("call")[0]
 
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
-    assert frontend.files[call["call_log_id"]].sha256 == call["sha256"]
+    arrives(machine, frontend, call)
     assert {entry["seq"] for entry in frontend.entries} == set(call["seqs"][:2])
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
-    until(lambda: pending(machine) == "0", LONG, "the outbox to be empty")
+    until(lambda: machine.pending() == 0, LONG, "the outbox to be empty")
     query = f"select upload_status from recordings where id = '{call['recording_id']}'"
     assert machine.sql(query) == "uploaded"
     # The journal has fields to search by; status has the sentence.
@@ -233,13 +165,24 @@ def test_a_call_of_the_backend_s_own_user_arrives_and_its_directory_goes(
     assert batch["SYSLOG_IDENTIFIER"] == "serversync"
     for name in ("SEQ", "DURATION_MS", "HTTP_STATUS", "IDEMPOTENCY_KEY"):
         assert batch.get(name), (name, batch)
-    told = sentence(machine)
-    assert told and told in machine.run("systemctl", "status", "serversync").stdout
-    assert machine.run("serversync", "doctor", check=False).stdout.count("failed   recordings") == 0
+    told = until(lambda: sentence(machine), LONG, "a sentence")
+    assert told in machine.run("systemctl", "status", "serversync").stdout
+    assert "failed   recordings" not in machine.run("serversync", "doctor", check=False).stdout
+
+
+def test_what_the_service_writes_for_the_backend_is_the_backend_s_to_read_and_delete(
+    machine: Box,
+) -> None:
+    name = f"{ANNOUNCEMENTS}/welcome.wav"
+    write = f"umask 077; echo audio >{name}.new; chmod 0644 {name}.new; mv {name}.new {name}"
+
+    machine.sh(write, user="serversync")
+
+    assert machine.sh(f"cat {name}; rm {name}", user="voicebot") == "audio\n"
 
 
 def test_a_stop_during_an_upload_is_quick_and_the_rest_goes_after_the_start(
-    machine: Container, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
     slow_reader(frontend)
     call = machine.voicebot("call", "--seconds", "120")[0]
@@ -254,67 +197,53 @@ def test_a_stop_during_an_upload_is_quick_and_the_rest_goes_after_the_start(
     left, gone = (
         int(times[f"{name}TimestampMonotonic"]) for name in ("ActiveExit", "InactiveEnter")
     )
-    assert (gone - left) / 1e6 < STOP_WITHIN
-    assert machine.path(f"{call['directory']}/mixed.wav").exists()
+    assert (gone - left) / 1e6 < STOP_WITHIN * machine.release.pace
+    assert machine.exists(f"{call['directory']}/mixed.wav")
     frontend.read_rate = None
     machine.run("systemctl", "start", "serversync")
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
-    assert frontend.files[call["call_log_id"]].sha256 == call["sha256"]
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
+    arrives(machine, frontend, call)
 
 
 def test_recordings_below_a_closed_home_are_reached_after_setup(
-    off: Container, start: Start, frontend: Frontend
+    own: Box, frontend: Frontend
 ) -> None:
     home = f"/home/{OWNER}"
     root = f"{home}/voicebot/storage/recordings"
-    machine = start(SYNC_RECORDINGS_DIR=root)
-    machine.run("systemctl", "stop", "serversync")
-    machine.sh(f"mkdir -p {root}; chown -R voicebot: {home}; chmod 700 {home}; chmod 750 {root}")
+    own.sh(f"mkdir -p {root}; chown -R voicebot: {home}; chmod 700 {home}; chmod 750 {root}")
 
-    setup = ("serversync", "setup", "--recordings", root, "--backend-user", "voicebot")
-    machine.run(*setup)
-    machine.sql("update serversync.sender set root_id = null")
-    machine.run("serversync", "setup")
-    machine.run("systemctl", "restart", "serversync")
+    own.configure(SYNC_RECORDINGS_DIR=root)
+    own.run("serversync", "setup", "--recordings", root, "--backend-user", "voicebot")
+    own.sql("update serversync.sender set root_id = null")
+    own.run("serversync", "setup")
+    own.run("systemctl", "restart", "serversync")
 
-    call = machine.voicebot("call", "--root", root)[0]
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
-    assert running(machine)
+    arrives(own, frontend, own.voicebot("call", "--root", root)[0])
+    assert own.running
 
 
-def test_the_service_can_run_as_the_backend_s_user_instead(
-    off: Container, start: Start, frontend: Frontend
-) -> None:
+def test_the_service_can_run_as_the_backend_s_user_instead(own: Box, frontend: Frontend) -> None:
     """The fallback where the file system has no ACLs."""
-    off.put(DROP_IN, "[Service]\nUser=voicebot\nRemoveIPC=no\n")
-    machine = start()
-    machine.sh("systemctl stop serversync")
-    machine.sql("drop schema serversync cascade")
-    machine.sh(f"rm -r {RECORDINGS}; rm /etc/tmpfiles.d/serversync.conf")
-    machine.sh(f"mkdir {RECORDINGS}", user="voicebot")
+    own.sh("systemctl stop serversync")
+    own.sql("drop schema serversync cascade")
+    own.sh(f"rm -r {RECORDINGS}; rm /etc/tmpfiles.d/serversync.conf")
+    own.sh(f"mkdir {RECORDINGS}", user="voicebot")
 
-    machine.sh("usermod -aG serversync voicebot")  # it may read /etc/serversync.env
-    machine.run("serversync", "setup")
-    machine.reboot()
+    own.put(DROP_IN, "[Service]\nUser=voicebot\nRemoveIPC=no\n")
+    own.run("systemctl", "daemon-reload")
+    own.sh("usermod -aG serversync voicebot")  # it may read /etc/serversync.env
+    own.run("serversync", "setup")
+    own.reboot()  # as often as one likes
 
-    assert running(machine)
-    owner = machine.sh(f"ps -o user= -p {machine.main_pid()}").strip()
-    assert owner == "voicebot"
-    call = machine.voicebot("call")[0]
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
+    assert own.running
+    assert own.sh(f"ps -o user= -p {own.main_pid()}").strip() == "voicebot"
+    arrives(own, frontend, own.voicebot("call")[0])
 
 
-def test_the_token_comes_by_a_credential(
-    start: Start, frontend: Frontend, release: Release
-) -> None:
-    if release.emulated:
+def test_the_token_comes_by_a_credential(machine: Box, frontend: Frontend) -> None:
+    if machine.release.foreign and not machine.release.whole:
         pytest.skip("qemu-user has no credentials")
     frontend.require_token = "s3cret-of-the-frontend"
-    machine = start()
-    seq = machine.voicebot("bulk", "1")[0]["first"]
+    seq = machine.enqueue()
     frontend.wait(lambda: frontend.of_kind("entries"), LONG, "a request")
     assert frontend.entries == []
 
@@ -332,7 +261,7 @@ def test_the_token_comes_by_a_credential(
 
 
 def test_a_reload_takes_a_good_change_and_refuses_a_bad_one(
-    machine: Container, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
     pid = machine.main_pid()
     machine.configure(SYNC_LOG_LEVEL="debug")
@@ -343,41 +272,75 @@ def test_a_reload_takes_a_good_change_and_refuses_a_bad_one(
     machine.run("systemctl", "reload", "serversync", check=False)
 
     until(lambda: "SYNC_LOG_LEVEL" in machine.messages(), LONG, "the refusal")
-    assert running(machine) and machine.main_pid() == pid
-    seq = machine.voicebot("bulk", "1")[0]["first"]
-    frontend.wait(lambda: seq in frontend.seqs(), LONG, "an entry all the same")
+    assert machine.running and machine.main_pid() == pid
+    delivers(machine, frontend)
 
 
-def test_a_killed_agent_is_restarted(machine: Container, frontend: Frontend) -> None:
+def test_a_killed_agent_is_restarted(machine: Box, frontend: Frontend) -> None:
     pid = machine.main_pid()
 
     machine.run("kill", "-KILL", str(pid))
 
-    until(lambda: machine.main_pid() not in (0, pid) and running(machine), LONG, "another one")
+    until(lambda: machine.restarted(pid), LONG, "another one")
     assert machine.unit("NRestarts")["NRestarts"] == "1"
-    seq = machine.voicebot("bulk", "1")[0]["first"]
-    frontend.wait(lambda: seq in frontend.seqs(), LONG, "an entry")
+    delivers(machine, frontend)
+
+
+# sd_notify(3) by root, with the sender's process in place of its own: here, to cut its time.
+IN_ITS_NAME = """
+import socket, struct, sys
+pid, message = int(sys.argv[1]), sys.argv[2].encode()
+credentials = (socket.SOL_SOCKET, socket.SCM_CREDENTIALS, struct.pack("3i", pid, 0, 0))
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+    sock.connect("/run/systemd/notify")
+    sock.sendmsg([message], [credentials])
+"""
 
 
 def test_a_hung_agent_is_killed_by_the_watchdog_and_restarted(
-    off: Container, start: Start, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
-    off.put(DROP_IN, "[Service]\nWatchdogSec=42\n")  # the shortest that it accepts
-    machine = start(SYNC_TIMEOUT_SEC="10")
-    assert running(machine)
-    pid = machine.main_pid()
+    delivers(machine, frontend)
+    pid, fed = machine.main_pid(), "WatchdogTimestampMonotonic"
+    assert machine.unit("WatchdogUSec", "RestartUSec") == {
+        "WatchdogUSec": "1min 30s",
+        "RestartUSec": "5s",
+    }
+    assert int(machine.unit(fed)[fed]) > 0  # by the agent
 
     machine.run("kill", "-STOP", str(pid))
+    if not machine.release.whole:  # nobody waits so long here
+        machine.run("python3", "-c", IN_ITS_NAME, str(pid), "WATCHDOG_USEC=1000000")
 
-    until(lambda: machine.main_pid() not in (0, pid) and running(machine), LONG, "another one")
-    said = machine.sh("journalctl -u serversync --no-pager")
-    assert "Watchdog timeout" in said
-    seq = machine.voicebot("bulk", "1")[0]["first"]
-    frontend.wait(lambda: seq in frontend.seqs(), LONG, "an entry")
+    until(lambda: machine.restarted(pid), LONG, "another one")
+    assert "Watchdog timeout" in machine.messages()
+    delivers(machine, frontend)
+
+
+@pytest.mark.whole
+def test_memory_and_tasks_beyond_the_limits_are_refused_and_the_agent_returns(
+    machine: Box, frontend: Frontend
+) -> None:
+    group = "/sys/fs/cgroup/system.slice/serversync.service"
+    delivers(machine, frontend)
+    pid = machine.main_pid()
+
+    # What an agent with a leak would do.
+    hog = "import os; data = b''.join(os.urandom(1 << 20) for _ in range(400))"
+    join = f"echo $$ >{group}/cgroup.procs"
+    machine.sh(f"{join}; exec /usr/bin/python3 -c '{hog}'", check=False)
+
+    until(lambda: machine.restarted(pid), LONG, "another one")
+    assert "oom-kill" in machine.messages()
+    delivers(machine, frontend)
+    # And what a fork bomb in it would.
+    fork = "import os; [os.fork() or os.execvp('sleep', ['sleep', '9']) for _ in range(40)]"
+    said = machine.sh(f"{join}; exec /usr/bin/python3 -c '{fork}' 2>&1", check=False)
+    assert "BlockingIOError" in said, said
 
 
 def test_a_restart_of_postgresql_or_of_the_voicebot_leaves_the_agent_running(
-    machine: Container, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
     unit = "[Service]\nUser=voicebot\nExecStart=sleep infinity\n"
     machine.put("/etc/systemd/system/virtual-voicebot.service", unit)
@@ -389,7 +352,7 @@ def test_a_restart_of_postgresql_or_of_the_voicebot_leaves_the_agent_running(
 
     def added() -> int:
         with contextlib.suppress(AssertionError):  # it is not there yet
-            return int(machine.voicebot("bulk", "1")[0]["first"])
+            return machine.enqueue()
         return 0
 
     seq = until(added, LONG, "PostgreSQL")
@@ -399,10 +362,11 @@ def test_a_restart_of_postgresql_or_of_the_voicebot_leaves_the_agent_running(
     machine.sh("systemctl stop serversync; systemctl start virtual-voicebot")
     state = machine.unit("ActiveState", unit="virtual-voicebot.service")
     assert state == {"ActiveState": "active"}
+    machine.sh("systemctl stop virtual-voicebot")
 
 
 def test_a_reboot_in_the_middle_of_a_backlog_loses_nothing(
-    machine: Container, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
     def slowly(_: Request) -> Reply:
         return Reply(200, {}, {"ok": True}, store=True, delay=0.5)
@@ -414,69 +378,83 @@ def test_a_reboot_in_the_middle_of_a_backlog_loses_nothing(
 
     machine.reboot()
 
-    assert int(pending(machine)) > 0 or len(set(frontend.seqs())) >= 3000
+    assert machine.pending() > 0 or len(set(frontend.seqs())) >= 3000
     frontend.on_entries = None
     wanted = {*range(span["first"], span["last"] + 1), *call["seqs"][:2]}
     frontend.wait(lambda: wanted <= set(frontend.seqs()), LONG, "the whole backlog")
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
-    until(lambda: pending(machine) == "0", LONG, "the outbox to be empty")
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
+    arrives(machine, frontend, call)
+    until(lambda: machine.pending() == 0, LONG, "the outbox to be empty")
 
 
-def test_the_admin_interface_starts_at_the_first_request_when_its_socket_is_enabled(
-    machine: Container,
-) -> None:
-    port = free_port()
-    machine.put(
-        "/etc/systemd/system/serversync-admin.socket.d/port.conf",
-        f"[Socket]\nListenStream=\nListenStream=127.0.0.1:{port}\n",
-    )
+# Without a program of its own for HTTP: a minimal Debian has none.
+GET = """
+import sys, urllib.request
+with urllib.request.urlopen(sys.argv[1], timeout=600) as answer:
+    print(answer.read().decode())
+"""
+
+
+def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(machine: Box) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    drop_in = "/etc/systemd/system/serversync-admin.socket.d/port.conf"
+    machine.put(drop_in, f"[Socket]\nListenStream=\nListenStream={where}\n")
     machine.sh("systemctl daemon-reload; systemctl enable --now serversync-admin.socket")
     service = "serversync-admin.service"
     assert machine.unit("ActiveState", unit=service) == {"ActiveState": "inactive"}
+    until(lambda: sentence(machine) == IDLE, LONG, "the first cycle")
 
-    health = command("curl", "-sS", "--max-time", "60", f"http://127.0.0.1:{port}/healthz")
-    metrics = command("curl", "-sS", "--max-time", "60", f"http://127.0.0.1:{port}/metrics")
+    def get(path: str) -> str:
+        return machine.run("python3", "-c", GET, f"http://{where}{path}", user="nobody").stdout
 
-    assert health and "serversync_up 1" in metrics, (health, metrics)
+    view = json.loads(get("/api/v1/status"))
+
     assert machine.unit("ActiveState", unit=service) == {"ActiveState": "active"}
+    # By the agent's state file and its process, which this unit sees through its own sandbox.
+    agent = view["agent"]
+    assert (agent["state"], agent["pid"]) == ("running", machine.main_pid()), agent
+    assert agent["sentence"] == sentence(machine)
+    assert view["database"]["ok"], view["database"]
+    metrics = get("/metrics")
+    assert "serversync_up 1\n" in metrics and "serversync_listener_connected 1\n" in metrics
+    assert get("/healthz") and get("/readyz")
+
+    machine.run("systemctl", "kill", "--signal=KILL", "serversync")
+    state = json.loads(get("/api/v1/status"))["agent"]["state"]
+    assert state != "running" or machine.running
+    machine.sh(f"systemctl disable --now serversync-admin.socket; rm {drop_in}")
 
 
 def test_a_machine_without_a_clock_that_starts_in_1970_delivers_and_deletes(
-    off: Container, start: Start, frontend: Frontend
+    machine: Box, frontend: Frontend
 ) -> None:
-    library = next(off.path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
-    preload = f"/{library.relative_to(off.root)}"
-    off.put(
+    library = machine.sh("ls /usr/lib/*/faketime/libfaketime.so.1").strip()
+    machine.put(
         DROP_IN,
         "[Service]\n"
-        f'Environment=LD_PRELOAD={preload} "FAKETIME=@1970-01-01 00:00:00"\n'
+        f'Environment=LD_PRELOAD={library} "FAKETIME=@1970-01-01 00:00:00"\n'
         "Environment=FAKETIME_DONT_FAKE_MONOTONIC=1 DONT_FAKE_MONOTONIC=1\n",
     )
-    machine = start()
-    assert running(machine)
+    machine.sh("systemctl daemon-reload; systemctl restart serversync")
+    assert machine.running
 
-    call = machine.voicebot("call")[0]
+    arrives(machine, frontend, machine.voicebot("call")[0])
 
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
-    state = machine.sh("cat /run/serversync/state.json")
+    state = machine.read("/run/serversync/state.json")
     assert json.loads(state)["since"] < 366 * 86400, state  # it did believe that
 
 
-def test_a_full_journal_stops_nothing(machine: Container, frontend: Frontend) -> None:
+def test_a_full_journal_stops_nothing(machine: Box, frontend: Frontend) -> None:
     # The journal is in /run, and so is the agent's state file.
+    size = machine.sh("df --output=size --block-size=1 /run").split()[-1]
     machine.sh("mount -o remount,size=24M /run; dd if=/dev/zero of=/run/full bs=64k || true")
     assert machine.sh("df --output=avail /run").split()[-1] == "0"
 
     calls = [machine.voicebot("call")[0] for _ in range(3)]
 
-    logs = {call["call_log_id"] for call in calls}
-    frontend.wait(lambda: logs <= frontend.files.keys(), LONG, "the recordings")
-    places = [machine.path(call["directory"]) for call in calls]
-    until(lambda: not any(place.exists() for place in places), LONG, "the directories to go")
-    assert running(machine)
-    machine.sh("rm /run/full")
+    for call in calls:
+        arrives(machine, frontend, call)
+    assert machine.running
+    machine.sh(f"rm /run/full; mount -o remount,size={size} /run")
     machine.run("systemctl", "stop", "serversync")
     assert machine.unit("Result") == {"Result": "success"}
 
@@ -484,11 +462,11 @@ def test_a_full_journal_stops_nothing(machine: Container, frontend: Frontend) ->
 # --- upgrade, remove, purge -----------------------------------------------------------------------
 
 
-def newer(deb: Path, directory: Path) -> Path:
-    """The package of a later version, whose program is another one."""
-    tree, later = directory / "tree", directory / "later.deb"
+def newer(deb: Path, directory: Path, number: int, conffile: str = "") -> Path:
+    """The package of a later version, whose program, and perhaps whose conffile, is another one."""
+    tree, later = directory / f"tree-{number}", directory / f"later-{number}.deb"
     command("dpkg-deb", "-R", deb, tree)
-    version = f"{serversync.__version__}+1"
+    version = f"{serversync.__version__}+{number}"
     for name, word in (
         ("DEBIAN/control", "Version: "),
         ("usr/share/serversync/serversync.py", '"'),
@@ -498,25 +476,27 @@ def newer(deb: Path, directory: Path) -> Path:
         was, becomes = f"{word}{serversync.__version__}", f"{word}{version}"
         assert text.count(was) == 1, name
         path.write_text(text.replace(was, becomes))
-    command("dpkg-deb", "--root-owner-group", "-b", tree, later)
+    with (tree / ENV_FILE.lstrip("/")).open("a") as file:
+        file.write(conffile)
+    command("dpkg-deb", "--root-owner-group", "-Zgzip", "-b", tree, later)
     return later
 
 
 def test_an_upgrade_keeps_the_edits_and_the_work_and_restarts_once(
-    machine: Container, frontend: Frontend, deb: Path, tmp_path: Path
+    machine: Box, frontend: Frontend, deb: Path, tmp_path: Path
 ) -> None:
     frontend.on_entries = lambda _: Reply(200, {}, {"ok": True}, store=True, delay=0.3)
-    edited = machine.path(ENV_FILE).read_text()
+    edited = machine.read(ENV_FILE)
     span = machine.voicebot("bulk", "2000")[0]
     frontend.wait(lambda: len(frontend.seqs()) >= 100, LONG, "a part of the backlog")
-    before = machine.unit("InvocationID", "MainPID")
+    before = machine.unit("InvocationID")
 
-    machine.install(newer(deb, tmp_path))  # with stdin closed
+    machine.install(newer(deb, tmp_path, 1))  # with stdin closed
 
-    assert machine.path(ENV_FILE).read_text() == edited
+    assert machine.read(ENV_FILE) == edited
     assert machine.sh(f"stat -c '%U:%G %a' {ENV_FILE}").strip() == "root:serversync 640"
-    assert running(machine)
-    assert machine.unit("InvocationID", "MainPID") != before
+    assert machine.running
+    assert machine.unit("InvocationID") != before
     starts = machine.events("started")
     assert len(starts) == 2, starts
     assert f"{serversync.__version__}+1" in str(starts[-1]["MESSAGE"])
@@ -525,23 +505,49 @@ def test_an_upgrade_keeps_the_edits_and_the_work_and_restarts_once(
     frontend.wait(lambda: wanted <= set(frontend.seqs()), LONG, "the whole backlog")
 
 
-def test_remove_keeps_the_configuration_and_purge_leaves_only_the_user(
-    machine: Container, frontend: Frontend, deb: Path
+def test_a_changed_conffile_stops_an_upgrade_that_nobody_watches_unless_dpkg_was_told(
+    machine: Box, frontend: Frontend, deb: Path, tmp_path: Path
 ) -> None:
-    call = machine.voicebot("call")[0]
-    frontend.wait(lambda: call["call_log_id"] in frontend.files, LONG, "the recording")
+    """Why the conffile's text is recorded in tests/test_debian.py."""
+    edited = machine.read(ENV_FILE)
+    machine.copy(newer(deb, tmp_path, 2, "# One more line.\n"), "/srv/package.deb")
+    unattended = 'cd /srv; exec apt-get install -y "$@" ./package.deb <&-'
+
+    stopped = machine.run("sh", "-c", unattended, "sh", check=False)
+
+    assert stopped.returncode != 0 and "stdin at conffile prompt" in stopped.stdout, stopped.stdout
+    delivers(machine, frontend)  # the old one goes on
+
+    keep = ("-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold")
+    machine.run("sh", "-c", unattended, "sh", *keep)
+
+    assert machine.read(ENV_FILE) == edited
+    assert machine.read(f"{ENV_FILE}.dpkg-dist").endswith("# One more line.\n")
+    assert machine.running
+    delivers(machine, frontend)
+
+
+def traces(machine: Box) -> list[str]:
+    """Files that speak of serversync by their names."""
+    return machine.sh("find / -xdev -name '*serversync*' 2>/dev/null || true").split()
+
+
+def test_remove_keeps_the_configuration_and_purge_leaves_only_the_user(
+    machine: Box, frontend: Frontend, deb: Path
+) -> None:
+    arrives(machine, frontend, machine.voicebot("call")[0])
     machine.put("/etc/serversync.token", "s3cret\n", 0o600)
     machine.put(DROP_IN, "[Service]\nNice=11\n")
-    until(lambda: not machine.path(call["directory"]).exists(), LONG, "the directory to go")
     kept = machine.voicebot("call")[0]
     machine.sh("systemctl enable serversync-admin.socket")
 
     machine.sh("apt-get remove -y serversync <&-")
 
-    assert not running(machine)
-    assert "FRONTEND_BASE_URL" in machine.path(ENV_FILE).read_text()
-    assert not machine.path("/usr/share/serversync").exists()
-    assert machine.path("/etc/serversync.token").exists()
+    assert not machine.running
+    assert "FRONTEND_BASE_URL" in machine.read(ENV_FILE)
+    assert not machine.exists("/usr/share/serversync")
+    assert machine.exists("/etc/serversync.token")
+    machine.sh(f"mkdir -p {RECORDINGS}/.serversync-trash/of-a-kill")
 
     machine.sh("apt-get purge -y serversync <&-")
 
@@ -549,28 +555,13 @@ def test_remove_keeps_the_configuration_and_purge_leaves_only_the_user(
     # The database knows the marker; without it a new installation would take the directory for
     # another one. All that is the backend's stays, a recording that did not arrive among it.
     if kept["call_log_id"] not in frontend.files:
-        assert machine.path(f"{kept['directory']}/mixed.wav").exists()
+        assert machine.exists(f"{kept['directory']}/mixed.wav")
     assert machine.sql("select count(*) > 0 from sync_outbox") == "t"
-    assert "serversync" in machine.sh("getent passwd serversync")
+    assert machine.sh("getent passwd serversync")
 
     said = machine.install(deb)
 
     assert "edit /etc/serversync.env" in said.lower(), said
-    assert machine.unit("ExecMainStatus", "ActiveState")["ExecMainStatus"] == "78"
-    set_up(machine, frontend.url)
-    machine.run("systemctl", "restart", "serversync")
-    until(lambda: running(machine), LONG, "the service")
-
-
-def test_piuparts_finds_nothing_that_purge_leaves(
-    release: Release, base: Path, deb: Path, tmp_path: Path
-) -> None:
-    command("bash", "-euc", f"cd {REPOSITORY}; . packaging/deps.sh; install_missing piuparts")
-    arguments = (f"--existing-chroot={base}", f"--distribution={release.name}")
-    where = (f"--mirror={MIRROR} main", f"--tmpdir={tmp_path}")
-    # A copy of the machines' root: a database's files there are not this package's.
-    loose = ("--allow-database", "--skip-logrotatefiles-test", "--no-eatmydata")
-
-    said = command("piuparts", *arguments, *where, *loose, deb.resolve())
-
-    assert "PASS: All tests" in said
+    assert machine.unit("ExecMainStatus") == {"ExecMainStatus": "78"}
+    machine.set_up(frontend.url)
+    until(lambda: machine.running, LONG, "the service")
