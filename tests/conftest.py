@@ -88,13 +88,13 @@ def libfaketime() -> Path:
 
 
 HURRIED = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("serversync", {program!r})
-serversync = sys.modules["serversync"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(serversync)
-assert all(vars(serversync)[name] > value for name, value in {limits!r}.items())
-vars(serversync).update({limits!r})
-sys.exit(serversync.main())
+import importlib, os, sys
+directory, name = os.path.split({program!r})
+sys.path.insert(0, directory)
+program = importlib.import_module(name.removesuffix(".py"))
+assert all(vars(program)[name] > value for name, value in {limits!r}.items())
+vars(program).update({limits!r})
+main = program.main
 """
 
 

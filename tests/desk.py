@@ -12,7 +12,7 @@ import tempfile
 import termios
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -81,10 +81,10 @@ class Desk:
 
 # Runs what it is told, line by line, as if each had been typed for itself.
 TYPED = """
-import importlib.util, io, json, os, sys, time, traceback
-spec = importlib.util.spec_from_file_location("serversync", sys.argv[1])
-serversync = sys.modules["serversync"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(serversync)
+import importlib, io, json, os, sys, time, traceback
+directory, name = os.path.split(sys.argv[1])
+sys.path.insert(0, directory)
+serversync = importlib.import_module(name.removesuffix(".py"))
 lines, answers = sys.stdin, sys.stdout
 for line in lines:
     environ, args, typed = json.loads(line)
@@ -111,9 +111,9 @@ class Typist(Desk):
     def __init__(self, agent: AgentFactory) -> None:
         super().__init__(agent)
         self._directory = tempfile.TemporaryDirectory(prefix="serversync-typist-")
-        launch = _Launch({}, (), Path(self._directory.name))
+        launch, (program, *_) = self._launch((), {})
         self._process = subprocess.Popen(
-            [launch.command[0], "-c", TYPED, launch.command[1]],
+            [launch.command[0], "-c", TYPED, program],
             env=launch.environ,
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
@@ -129,13 +129,20 @@ class Typist(Desk):
         stdin: bytes = b"",
         **settings: Any,
     ) -> CompletedProcess[str]:
-        launch = _Launch(self.agent.env(**settings), args, Path(self._directory.name))
+        launch, (_, *words) = self._launch(args, settings)
         assert self._process.stdin and self._process.stdout
-        asked = [launch.environ, launch.command[2:], stdin.hex()]
+        asked = [launch.environ, words, stdin.hex()]
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         return checked(CompletedProcess(args, *answer), code)
+
+    def _launch(
+        self, args: Sequence[str], settings: Mapping[str, Any]
+    ) -> tuple[_Launch, list[str]]:
+        """What would be started for this: the program with its arguments."""
+        launch = _Launch(self.agent.env(**settings), args, Path(self._directory.name))
+        return launch, launch.command[launch.command.index("--env-file") - 1 :]
 
     def close(self) -> None:
         assert self._process.stdin

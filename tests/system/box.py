@@ -124,7 +124,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def make_root(release: Release, root: Path, more: Sequence[str] = (), first: str = ":") -> None:
+def make_root(release: Release, root: Path, more: Sequence[str] = (), first: str = "true") -> None:
     """Debian with PostgreSQL, and the packages for serversync fetched, not installed.
 
     `more` packages, and a hook to run before all that are not essential are installed.
