@@ -7,6 +7,8 @@
                               ^                      |  POST /api/ingest/recording-file  (audio)
                               '------- deletes ------'  once the frontend has confirmed
 
+      backend's tables <-- settings, checked item by item -- GET /api/… <-- what people change
+
 Promises
   Can an entry be lost?   No. It is marked, and a file is deleted, only after the frontend has
                           confirmed it in the contract's own words. An outage uses up nothing.
@@ -19,7 +21,8 @@ Promises
 
 Map
   configuration . vocabulary . logging and systemd . policy (pure decisions) . SQL . database .
-  frontend . recordings . the agent: deliveries . the agent: cycle and loop . command line
+  frontend . recordings . settings pull . the agent: deliveries . the agent: cycle and loop .
+  command line
 
 Exit codes, the first that applies
    2  usage
@@ -71,7 +74,7 @@ from functools import cached_property, partial
 from itertools import islice
 from types import NoneType
 from typing import Any, Final, NoReturn, TextIO
-from urllib.parse import parse_qsl, unquote_to_bytes
+from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import psycopg
 import urllib3
@@ -266,10 +269,19 @@ class Config:
         "SYNC_LOG_LEVEL", "info", _choice("debug", "info", "warning", "error"), "least level shown"
     )
     settings_interval: float = _option(
-        "FRONTEND_SYNC_INTERVAL_SEC", "60", _number(0, 86400), "settings pull (not in this version)"
+        "FRONTEND_SYNC_INTERVAL_SEC", "60", _number(0, 86400), "between settings pulls; 0: none"
+    )
+    local_numbers: str = _option(
+        "SYNC_LOCAL_NUMBERS",
+        "keep",
+        _choice("keep", "replace"),
+        "registered numbers that never had a group: they stay, or go",
     )
     announcements_dir: str = _option(
-        "SYNC_ANNOUNCEMENTS_DIR", ANNOUNCEMENTS_DIR, _absolute, "audio of the settings pull (same)"
+        "SYNC_ANNOUNCEMENTS_DIR",
+        ANNOUNCEMENTS_DIR,
+        _absolute,
+        "where the announcements' audio goes",
     )
 
 
@@ -522,6 +534,7 @@ class Answer:
     retry_after: str | None = None
     length: str | None = None
     date: str | None = None
+    etag: str = ""
     trouble: Trouble | None = None
     detail: str = ""
     steady: bool = False  # bytes moved until the end: slow, not stuck
@@ -1299,6 +1312,9 @@ def count(number: float, word: str, plural: str = "") -> str:
     return f"{number:.10g} {word if number == 1 else plural or word + 's'}"
 
 
+IDLE: Final = "idle: nothing to send"
+
+
 def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
     """What the cycle did, or why it did nothing, in one sentence."""
     done = []
@@ -1317,7 +1333,7 @@ def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
         done.append(
             f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s: {outage.reason}"
         )
-    return "; ".join(done)[:400] if done else "idle: nothing to send"
+    return "; ".join(done)[:400] if done else IDLE
 
 
 # ==================================================================================================
@@ -1502,6 +1518,39 @@ begin
 exception when others then
     return null;
 end $$;
+
+-- What came back from the frontend: a row a section.
+create table serversync.settings (
+    section text primary key,
+    position int not null,
+    pulls bigint not null default 0,       -- tells whether another pull came between
+    digest text,                           -- of the rows as they were applied last; null: never
+    counts jsonb not null default '{}',    -- what these were, {"groups": 3, "numbers": 12}
+    remarks jsonb not null default '[]',   -- [{item, reason, skipped}] of the last answer
+    skipped int not null default 0,
+    pulled_at timestamptz,
+    changed_at timestamptz,
+    error text,                            -- why the last answer was not applied
+    held_counts jsonb,                     -- what came when it looked like a loss; null: not held
+    held_times int not null default 0,     -- in a row
+    held_seconds double precision not null default 0  -- of the agent's own running time
+) with (fillfactor = 50);
+insert into serversync.settings (section, position)
+values ('number-groups', 1), ('call-actions', 2), ('announcements', 3), ('ivr-flows', 4);
+
+-- The announcements' audio: what is wanted, and what the agent itself put there.
+create table serversync.audio_files (
+    name text primary key,
+    version text not null,                 -- the frontend's updatedAt
+    fetched text,                          -- the version that is there
+    fetched_at timestamptz,
+    files jsonb not null default '[]',     -- [{inode, size, mtime_ns, sha256}] as they were written
+    etag text,
+    tries int not null default 0,
+    next_attempt_at timestamptz not null default now(),
+    error text,
+    unwanted double precision              -- seconds of the agent's own running time; null: wanted
+);
 
 -- Stand-ins, always empty and last in the agent's search_path: where the backend has no such
 -- table, the same statements find these.
@@ -2117,6 +2166,10 @@ class Database:
                 raise Lost(str(error)) from None
             raise
 
+    def session(self) -> contextlib.AbstractContextManager[psycopg.Connection[Any]]:
+        """The connection for several statements, within one deadline."""
+        return self._guard()
+
     def run(self, sql: str, limit: float = DB_DEADLINE, /, **params: Any) -> list[tuple[Any, ...]]:
         """One statement, in a transaction of its own. Raises Lost or psycopg.Error."""
         with self._guard(limit) as conn:
@@ -2355,6 +2408,9 @@ class Database:
 # ==================================================================================================
 
 ANSWER_MAX: Final = 64 * 1024
+SETTINGS_MAX: Final = 2 * 1024 * 1024  # parsed it takes many times that, and the unit has 128 MB
+AUDIO_MAX: Final = 10 * 1024 * 1024
+AUDIO_RATE: Final = 20_000  # bytes a second: less is given up, and tried again later
 HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
 STALL_SEC: Final = 60.0
@@ -2364,6 +2420,8 @@ SLICE_BYTES: Final = 256 * 1024
 NOTSENT_LOWAT: Final = 256 * 1024  # keeps our own buffers from hiding how fast the link is
 
 Piece = bytes | memoryview
+# Takes a piece of an answer; returns for how many seconds others had their turn meanwhile.
+Sink = Callable[[bytes], float]
 # Yields the pieces; returns whether that was all of them.
 Body = Callable[[Limit], Generator[Piece, None, bool]]
 
@@ -2399,10 +2457,12 @@ class _Tap:
 
     wire: Wire
     sock: Any
+    response_class: Any
 
     def __init__(self, wire: Wire, *args: Any, **more: Any) -> None:
         self.wire = wire
         super().__init__(*args, **more)
+        self.response_class = partial(_Frugal, wire)
 
     def connect(self) -> None:
         self.wire.phase = "connecting"
@@ -2422,8 +2482,8 @@ class _Metered:
     """All of an answer is read through this (interim ones, head, chunks, trailers), up to a limit:
     http.client alone takes heads of 6 MB, and reads without end after a chunk size of -1."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self._left = file, HEAD_MAX + ANSWER_MAX
+    def __init__(self, file: Any, most: int) -> None:
+        self._file, self._left = file, HEAD_MAX + most
 
     def _at_most(self, size: int) -> int:
         if size < 0 or self._left <= 0:
@@ -2451,17 +2511,17 @@ class _Metered:
 
 
 class _Frugal(http.client.HTTPResponse):
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, wire: Wire, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.fp: Any = _Metered(self.fp)
+        self.fp: Any = _Metered(self.fp, wire.answer_max)
 
 
 class _Plain(_Tap, HTTPConnection):
-    response_class = _Frugal
+    pass
 
 
 class _Secure(_Tap, HTTPSConnection):
-    response_class = _Frugal
+    pass
 
 
 class Wire:
@@ -2483,6 +2543,8 @@ class Wire:
         self.phase = "reused"
         self.sock: Any = None
         self.steady = False
+        self.answer_max = ANSWER_MAX
+        self.sink: Sink | None = None  # takes the answer's body, if that is a success
         self._complete = False
         self._used = 0.0
         self._pool = self._new_pool()
@@ -2552,7 +2614,7 @@ class Wire:
                     enforce_content_length=True,
                 )
                 limit.extend(self.timeout)  # the whole answer, from its head on
-                text = self._read(response)
+                text, size = self._read(response, limit)
             except (
                 urllib3.exceptions.HTTPError,
                 http.client.HTTPException,
@@ -2569,9 +2631,10 @@ class Wire:
             retry_after=response.headers.get("Retry-After"),
             length=response.headers.get("Content-Length"),
             date=response.headers.get("Date"),
-            detail="" if len(text) <= ANSWER_MAX else "an answer longer than 64 KiB",
+            etag=response.headers.get("ETag") or "",
+            detail="" if size <= self.answer_max else self._too_long(),
             steady=self.steady,
-            complete=self._complete and len(text) <= ANSWER_MAX,
+            complete=self._complete and size <= self.answer_max,
             duration=time.monotonic() - started,
         )
 
@@ -2607,21 +2670,32 @@ class Wire:
         """Whether a readable socket holds a piece of an answer."""
         return not isinstance(self.sock, _PeekedSocket) or self.sock.arrived()
 
-    def _read(self, response: Any) -> bytes:
-        text = bytearray()
-        while len(text) <= ANSWER_MAX:
-            piece = response.read(min(16384, ANSWER_MAX + 1 - len(text)))
+    def _too_long(self) -> str:
+        return f"an answer longer than {self.answer_max // 1024} KiB"
+
+    def _read(self, response: Any, limit: Limit) -> tuple[bytes, int]:
+        """The body, or nothing of it where a sink took it; and its size."""
+        text, size, paused, began = bytearray(), 0, 0.0, time.monotonic()
+        sink = self.sink if response.status == 200 else None
+        while size <= self.answer_max:
+            piece = response.read(min(16384, self.answer_max + 1 - size))
             if not piece:
                 break
-            text += piece
+            size += len(piece)
+            if sink is None:
+                text += piece
+            else:
+                paused += sink(piece)
+                allowed = self.timeout + size / AUDIO_RATE + paused
+                limit.extend(began + allowed - time.monotonic())
         # What comes next on a connection must be the next answer: not after an interim one (103),
         # of which http.client makes an answer of its own, nor after half of anything.
-        if len(text) > ANSWER_MAX or not self._complete or response.status < 200:
+        if size > self.answer_max or not self._complete or response.status < 200:
             response.close()
             self.close()
         else:
             response.release_conn()
-        return bytes(text)
+        return bytes(text), size
 
     def _failed(self, error: Exception, limit: Limit, started: float) -> Answer:
         self.process.check()
@@ -2765,10 +2839,12 @@ class Frontend:
     def __init__(self, config: Config, process: Process) -> None:
         self.config = config
         self.entries, self.files = Wire(config, process), Wire(config, process)
+        self.settings = Wire(config, process)
 
     def close(self) -> None:
         self.entries.close()
         self.files.close()
+        self.settings.close()
 
     def _headers(self, key: str, kind: str, length: int) -> dict[str, str]:
         headers = {
@@ -2820,6 +2896,29 @@ class Frontend:
         return self.entries.request(
             "GET", path, self._headers("", "", 0), None, self.config.timeout
         )
+
+    def setting(self, path: str, etag: str, most: float = float("inf")) -> Answer:
+        """A section of the settings; 304 when it is still that of the ETag."""
+        self.settings.answer_max, self.settings.sink = SETTINGS_MAX, None
+        return self._ask(path, self._headers("", "", 0), etag, most)
+
+    def audio(self, name: str, etag: str, sink: Sink) -> Answer:
+        """An announcement's audio, into the sink. On a fresh connection: a request on a reused one
+        may be repeated, and the sink would get the beginning twice."""
+        self.settings.close()
+        self.settings.answer_max, self.settings.sink = AUDIO_MAX, sink
+        headers = self._headers("", "", 0) | {"Accept": "audio/wav, */*"}
+        try:
+            return self._ask(AUDIO_URL + quote(name), headers, etag, float("inf"))
+        finally:
+            self.settings.sink = None
+            self.settings.close()
+
+    def _ask(self, path: str, headers: dict[str, str], etag: str, most: float) -> Answer:
+        if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
+            headers["If-None-Match"] = etag
+        self.settings.timeout = patience = min(self.config.timeout, most)
+        return self.settings.request("GET", path, headers, None, patience, most)
 
 
 def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, bytes]:
@@ -3358,6 +3457,1613 @@ class Recordings:
 
 
 # ==================================================================================================
+# Settings pull: what the answers mean
+# From the frontend to the backend. Pure: four answers are checked item by item and become rows;
+# what cannot become one is skipped, with the reason.
+# ==================================================================================================
+
+
+class NotNow(Exception):
+    """The frontend gave no settings, or the database takes none: later; carries the verdict."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
+
+class BadItem(Exception):
+    """One item cannot become a row; says why."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What is said of one item: it was skipped, or mended."""
+
+    item: str
+    reason: str
+    skipped: bool = True
+
+
+@dataclass
+class Section:
+    """One of the four, as it will stand in the backend's tables."""
+
+    name: str
+    counts: dict[str, int]  # what was found good, by its word: the first is the section's items
+    tables: dict[str, Any]  # rows as JSON, by their table
+    remarks: list[Remark]
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(self.tables, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Each section's address, and the list that its answer must have.
+SOURCES: Final = {
+    "number-groups": ("/api/number-groups", "callerGroups"),
+    "call-actions": ("/api/call-actions", "rules"),
+    "announcements": ("/api/announcements", "announcements"),
+    "ivr-flows": ("/api/ivr-flows/export", "flows"),
+}
+Sounds = Mapping[str, tuple[str | None, str | None]]  # announcement: its audio's URL, its text
+
+ANNOUNCEMENT_TYPES: Final = ("greeting", "hold", "ivr", "closed", "recording_notice", "custom")
+AUDIO_URL: Final = "/audio/announcements/"
+ACTIONS: Final = {  # where the answer has none
+    "anonymousAction": {"actionType": "deny", "actionConfig": {"actionCode": "BZ"}},
+    "defaultAction": {"actionType": "allow", "actionConfig": {"actionCode": "VR"}},
+}
+# Whose audio the exit of a route plays: by its action.
+EXIT_SOUND: Final = {
+    "AN": "announcementId",
+    "VM": "announcementId",
+    "VB": "welcomeAnnouncementId",
+}
+HOLD_TIMES, HOLD_SEC = 3, 600.0
+_UNFIT: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL takes neither
+_WIDE: Final = re.compile("[０-９＋＊＃]")
+_NARROW: Final = str.maketrans("０１２３４５６７８９＋－（）＊＃", "0123456789+-()*#")
+INT4: Final = (1 << 31) - 1
+
+
+def settings_answer(name: str, answer: Answer) -> dict[str, Any]:
+    """What the frontend says of a section; NotNow for anything but the contract's words."""
+    said: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        said = json.loads(answer.body, parse_constant=_no_constant)
+    key = SOURCES[name][1]
+    good = answer.status == 200 and answer.complete and isinstance(said, dict)
+    if not good or said.get("ok") is not True:
+        raise NotNow(classify(answer, time.time()))
+    if not isinstance(said.get(key), list):
+        raise NotNow(classify(replace(answer, detail=f"it has no list {key!r}")))
+    return dict(said)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def fit(value: Any) -> Any:
+    """JSON as jsonb takes it: no NUL, no half surrogate; BadItem for a number without end."""
+    if isinstance(value, str):
+        return _UNFIT.sub("", value)
+    if isinstance(value, dict):
+        return {fit(key): fit(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [fit(inner) for inner in value]
+    if isinstance(value, float) and value - value != 0:
+        raise BadItem("a number in it is too large")
+    return value
+
+
+class Item:
+    """An object from outside, field by field; BadItem where one is not as the tables want it."""
+
+    def __init__(self, value: object) -> None:
+        if not isinstance(value, dict):
+            raise BadItem("it is not an object")
+        self.fields: dict[str, Any] = value
+
+    def text(self, key: str, most: int = 0, needed: bool = False) -> str | None:
+        value = self.fields.get(key)
+        if value is None and not needed:
+            return None
+        if not isinstance(value, str):
+            raise BadItem(f"{key} is {'missing' if value is None else 'not text'}")
+        value = fit(value)
+        if most and len(value) > most:
+            raise BadItem(f"{key} is longer than {most} characters")
+        return str(value)
+
+    def uuid(self, key: str, needed: bool = False) -> str | None:
+        value = self.fields.get(key)
+        if value is None and not needed:
+            return None
+        if not isinstance(value, str) or not _UUID.fullmatch(value):
+            raise BadItem(f"{key} is {'missing' if value is None else 'no UUID'}")
+        return value.lower()
+
+    def flag(self, key: str) -> bool:
+        value = self.fields.get(key, True)
+        if not isinstance(value, bool):
+            raise BadItem(f"{key} is neither true nor false")
+        return value
+
+    def number(self, key: str) -> int | float | None:
+        value = self.fields.get(key)
+        if value is not None and (type(value) not in (int, float) or not -INT4 <= value <= INT4):
+            raise BadItem(f"{key} is no number that fits")
+        return value
+
+    def whole(self, key: str) -> int | None:
+        value = self.number(key)
+        if value is not None and value != int(value):
+            raise BadItem(f"{key} is not a whole number ({value})")
+        return None if value is None else int(value)
+
+    def time(self, key: str) -> str | None:
+        value = self.text(key)
+        if value is None:
+            return None
+        try:
+            at = datetime.fromisoformat(value)
+            at = at if at.tzinfo else at.replace(tzinfo=UTC)
+            return at.astimezone(UTC).isoformat()
+        except (ValueError, OverflowError):
+            raise BadItem(f"{key} is no time") from None
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.fields.get(key)
+        if not isinstance(value, dict):
+            raise BadItem(f"{key} is {'missing' if value is None else 'not an object'}")
+        return dict(fit(value))
+
+
+def _has_unfit(value: Any) -> bool:
+    return bool(re.search(r"\\u0000|\\ud[89a-f]", json.dumps(value))) and fit(value) != value
+
+
+def label_of(value: object, position: int) -> str:
+    """How people find the item: by its place in the list, and its name."""
+    fields = value if isinstance(value, dict) else {}
+    name = fields.get("name") or fields.get("id") or "?"
+    return f"{position + 1}. {str(name)[:60]!r}"
+
+
+@contextlib.contextmanager
+def skipping(remarks: list[Remark], item: str, value: object = None) -> Iterator[None]:
+    """One bad item is skipped and said; the others go on."""
+    try:
+        if isinstance(value, dict):
+            own = {k: v for k, v in value.items() if k not in ("phoneNumbers", "routes")}
+            if _has_unfit(own):
+                text = "NUL characters or half surrogates were dropped from it"
+                remarks.append(Remark(item, text, skipped=False))
+        yield
+    except BadItem as why:
+        remarks.append(Remark(item, str(why)))
+    except RecursionError:
+        remarks.append(Remark(item, "it is nested too deeply"))
+
+
+def phone_number(text: object) -> str:
+    """A number as the backend keeps it."""
+    if not isinstance(text, str):
+        raise BadItem("a phone number is not text")
+    number = re.sub(r"[-()\s]", "", text.translate(_NARROW))
+    if number.startswith("0"):
+        number = "+81" + number[1:]
+    if not re.fullmatch(r"\+[1-9][0-9]{1,14}", number):
+        raise BadItem("it is no phone number such as +81312345678 or 03-1234-5678")
+    return number
+
+
+def read_groups(said: Mapping[str, Any]) -> tuple[Section, set[str]]:
+    """The number groups, and their ids. A number in several groups belongs to the last one."""
+    remarks: list[Remark] = []
+    names: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for at, value in enumerate(said["callerGroups"]):
+        label = label_of(value, at)
+        with skipping(remarks, label, value):
+            item = Item(value)
+            group, name = str(item.uuid("id", True)), str(item.text("name", 255, True))
+            numbers = item.fields.get("phoneNumbers")
+            if not isinstance(numbers, list):
+                raise BadItem("phoneNumbers is not a list")
+            if group in names:
+                raise BadItem(f"its id is that of an earlier group ({names[group][:60]!r})")
+            names[group] = name
+            for text in numbers:
+                shown = str(text)[:60]
+                with skipping(remarks, f"{label}: {shown!r}"):
+                    owner[phone_number(text)] = group
+                    if _WIDE.search(str(text)):
+                        note = "full-width characters were made plain ones"
+                        remarks.append(Remark(f"{label}: {shown!r}", note, skipped=False))
+    members: dict[str, list[str]] = {}
+    for number, group in sorted(owner.items()):
+        members.setdefault(group, []).append(number)
+    rows = [
+        {"group_id": group, "group_name": names[group], "numbers": members[group]}
+        for group in sorted(members)
+    ]
+    counts = {"groups": len(names), "numbers": len(owner)}
+    return Section("number-groups", counts, {"registered_numbers": rows}, remarks), set(names)
+
+
+def read_action(value: object) -> dict[str, Any]:
+    """allow or deny, and how."""
+    item = Item(value)
+    kind = item.text("actionType", 0, True)
+    if kind not in ("allow", "deny"):
+        raise BadItem("actionType is neither allow nor deny")
+    return {"actionType": kind, "actionConfig": item.mapping("actionConfig")}
+
+
+def read_rules(said: Mapping[str, Any], groups: set[str] | None) -> Section:
+    """The call actions. Without groups (their section is held) it is not asked which there are."""
+    remarks: list[Remark] = []
+    rows: dict[str, dict[str, Any]] = {}
+    for at, value in enumerate(said["rules"]):
+        with skipping(remarks, label_of(value, at), value):
+            item = Item(value)
+            rule, group = str(item.uuid("id", True)), item.uuid("callerGroupId")
+            if rule in rows:
+                raise BadItem(f"its id is that of an earlier rule ({rows[rule]['name'][:60]!r})")
+            if group is not None and groups is not None and group not in groups:
+                raise BadItem(f"there is no number group {group}")
+            action = read_action(value)
+            rows[rule] = {
+                "id": rule,
+                "name": item.text("name", 255, True),
+                "caller_group_id": group,
+                "action_type": action["actionType"],
+                "action_config": action["actionConfig"],
+                "priority": at,
+                "is_active": item.flag("isActive"),
+            }
+    extra = {}
+    for key, default in ACTIONS.items():
+        with skipping(remarks, key, said.get(key)):
+            extra[key] = default if said.get(key) is None else read_action(said[key])
+    tables = {"call_action_rules": list(rows.values()), "system_settings": extra}
+    return Section("call-actions", {"rules": len(rows)}, tables, remarks)
+
+
+def audio_name(url: str) -> str:
+    """The file's name in the announcements directory; BadItem for what could lead elsewhere."""
+    name = url.removeprefix(AUDIO_URL)
+    unsafe = name == url or bool(re.search(r"[/%\\?#\x00-\x1f\x7f-\x9f\u2028\u2029]", name))
+    unsafe = unsafe or name in ("", ".", "..") or name.startswith(TEMPORARY)
+    if unsafe or len(name.encode("utf-8", "replace")) > 255:
+        raise BadItem(f"audioFileUrl is not {AUDIO_URL}<name>")
+    return name
+
+
+def rounded(number: float) -> int:
+    """Half away from zero. (The fraction of a float is exact; adding 0.5 to it is not.)"""
+    whole = int(number)
+    return whole + ((number > 0) - (number < 0)) * (abs(number - whole) >= 0.5)
+
+
+def read_announcements(said: Mapping[str, Any]) -> Section:
+    remarks: list[Remark] = []
+    rows: dict[str, dict[str, Any]] = {}
+    for at, value in enumerate(said["announcements"]):
+        with skipping(remarks, label_of(value, at), value):
+            item = Item(value)
+            announcement, name = str(item.uuid("id", True)), item.text("name", 100, True)
+            if announcement in rows:
+                raise BadItem("its id is that of an earlier announcement")
+            url, text = item.text("audioFileUrl") or None, item.text("ttsText") or None
+            if url is not None:
+                audio_name(url)
+            if url is None and text is None:
+                raise BadItem("it has neither audioFileUrl nor ttsText")
+            kind, seconds = item.text("announcementType"), item.number("durationSec")
+            rows[announcement] = {
+                "id": announcement,
+                "name": name,
+                "description": item.text("description"),
+                "announcement_type": kind if kind in ANNOUNCEMENT_TYPES else "custom",
+                "is_active": item.flag("isActive"),
+                "audio_file_url": url,
+                "tts_text": text,
+                "duration_sec": None if seconds is None else rounded(seconds),
+                "language": item.text("language", 10) or "ja",
+                "updated_at": item.time("updatedAt"),
+            }
+    ordered = [rows[key] for key in sorted(rows)]
+    counts = {"announcements": len(rows)}
+    return Section("announcements", counts, {"announcements": ordered}, remarks)
+
+
+def sounds_of(section: Section) -> Sounds:
+    rows = section.tables["announcements"]
+    return {row["id"]: (row["audio_file_url"], row["tts_text"]) for row in rows}
+
+
+def audio_of(section: Section) -> list[dict[str, str]]:
+    """The files that the announcements want, each with what tells a new version from an old one."""
+    newest: dict[str, str] = {}
+    for row in section.tables["announcements"]:
+        if row["audio_file_url"]:
+            name = audio_name(row["audio_file_url"])
+            newest[name] = max(newest.get(name, ""), row["updated_at"] or "")
+    return [{"name": name, "version": newest[name]} for name in sorted(newest)]
+
+
+@dataclass
+class Exit:
+    """What a key of a flow leads to; without a key: what no key and a wrong one lead to."""
+
+    key: str
+    label: str
+    code: str
+    audio: str | None
+    options: dict[str, Any]
+
+    @property
+    def flow(self) -> str | None:
+        return self.options.get("ivrFlowId")
+
+
+@dataclass
+class Flow:
+    id: str
+    label: str
+    row: dict[str, Any]
+    audio: str | None
+    text: str | None
+    timeout: int
+    retries: int
+    exits: list[Exit]
+
+
+def sound_of(item: Item, key: str, sounds: Sounds) -> tuple[str | None, str | None]:
+    announcement = item.uuid(key)
+    if announcement is None:
+        return None, None
+    if announcement not in sounds:
+        raise BadItem(f"there is no announcement {announcement}")
+    return sounds[announcement]
+
+
+def read_exit(value: object, key: str, label: str, sounds: Sounds) -> Exit:
+    item = Item(value)
+    code = item.text("actionCode", 2, True)
+    if not code:
+        raise BadItem("actionCode is empty")
+    options: dict[str, Any] = {"ivrFlowId": item.uuid("ivrFlowId")}
+    scenario = item.fields.get("scenarioId")
+    if scenario is not None and type(scenario) not in (str, int):
+        raise BadItem("scenarioId is not text")
+    options["scenarioId"] = fit(scenario)
+    for name in ("recordingEnabled", "includeAnnouncement"):
+        options[name] = None if item.fields.get(name) is None else item.flag(name)
+    options = {name: option for name, option in options.items() if option is not None}
+    audio = sound_of(item, EXIT_SOUND[code], sounds)[0] if code in EXIT_SOUND else None
+    return Exit(key, label, code, audio, options)
+
+
+def read_flow(value: object, label: str, sounds: Sounds, remarks: list[Remark]) -> Flow:
+    item = Item(value)
+    flow, name = str(item.uuid("id", True)), item.text("name", 100, True)
+    row: dict[str, Any] = {"id": flow, "name": name, "description": item.text("description")}
+    row["is_active"] = item.flag("isActive")
+    audio, text = sound_of(item, "announcementId", sounds)
+    timeout, retries = item.whole("timeoutSec"), item.whole("maxRetries")
+    timeout = 10 if timeout is None or timeout <= 0 else timeout
+    retries = 3 if retries is None else 2 if retries < 0 else retries
+    routes = item.fields.get("routes")
+    if routes is not None and not isinstance(routes, list):
+        raise BadItem("routes is not a list")
+    exits = []
+    for at, route in enumerate(routes or []):
+        where = f"{label}, route {at + 1}"
+        with skipping(remarks, where, route):
+            given = Item(route)
+            key = str(given.text("dtmfKey", 0, True))
+            if _WIDE.search(key):
+                note = "full-width characters were made plain ones"
+                remarks.append(Remark(where, note, skipped=False))
+            key = key.translate(_NARROW)
+            if not 1 <= len(key) <= 5:
+                raise BadItem("dtmfKey has not 1 to 5 characters")
+            exits.append(read_exit(given.fields.get("destination"), key, where, sounds))
+    fallback = item.fields.get("fallbackAction")
+    if fallback is not None:
+        where = f"{label}, fallbackAction"
+        with skipping(remarks, where, fallback):
+            exits.append(read_exit(fallback, "", where, sounds))
+    return Flow(flow, label, row, audio, text, timeout, retries, exits)
+
+
+def closing_edges(edges: Mapping[str, Sequence[tuple[str, str]]]) -> set[tuple[str, str]]:
+    """The exits (flow, key) that lead back into a flow that leads here: found from the first flow
+    on, in the order of the lists. Not recursive: a chain of flows may be long."""
+    closing: set[tuple[str, str]] = set()
+    open_: dict[str, bool] = {}  # met: still on the way, or done
+    for start in edges:
+        way = [] if start in open_ else [(start, iter(edges[start]))]
+        open_.setdefault(start, True)
+        while way:
+            flow, rest = way[-1]
+            for key, target in rest:
+                if open_.get(target):
+                    closing.add((flow, key))
+                elif target not in open_:
+                    open_[target] = True
+                    way.append((target, iter(edges[target])))
+                    break
+            else:
+                open_[flow] = False
+                way.pop()
+        open_[start] = False
+    return closing
+
+
+def _drop_exits(flows: Mapping[str, Flow], remarks: list[Remark]) -> None:
+    """Exits into flows that are not there, second ones of a key, and those that close a cycle."""
+    for flow in flows.values():
+        good: dict[str, Exit] = {}
+        for each in flow.exits:
+            if each.flow is not None and each.flow not in flows:
+                remarks.append(Remark(each.label, f"there is no flow {each.flow}"))
+            elif each.key in good:
+                text = f"key {each.key!r} has a route already: the first one counts"
+                remarks.append(Remark(each.label, text))
+            else:
+                good[each.key] = each
+        flow.exits = list(good.values())
+    edges = {
+        flow.id: [(each.key, each.flow) for each in flow.exits if each.flow]
+        for flow in flows.values()
+    }
+    closing = closing_edges(edges)
+    for flow in flows.values():
+        for each in flow.exits:
+            if (flow.id, each.key) in closing:
+                text = f"it leads back: flow {each.flow} leads here"
+                remarks.append(Remark(each.label, text))
+        flow.exits = [each for each in flow.exits if (flow.id, each.key) not in closing]
+
+
+def read_flows(said: Mapping[str, Any], sounds: Sounds) -> Section:
+    remarks: list[Remark] = []
+    flows: dict[str, Flow] = {}
+    for at, value in enumerate(said["flows"]):
+        label = label_of(value, at)
+        with skipping(remarks, label, value):
+            flow = read_flow(value, label, sounds, remarks)
+            if flow.id in flows:
+                raise BadItem("its id is that of an earlier flow")
+            flows[flow.id] = flow
+    _drop_exits(flows, remarks)
+    tables: dict[str, Any] = {"ivr_flows": [], "ivr_nodes": [], "ivr_transitions": []}
+    for key in sorted(flows):
+        tables["ivr_flows"].append(flows[key].row)
+        nodes, transitions = flow_rows(flows[key])
+        tables["ivr_nodes"] += nodes
+        tables["ivr_transitions"] += transitions
+    return Section("ivr-flows", {"flows": len(flows)}, tables, remarks)
+
+
+def flow_rows(flow: Flow) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Its nodes and transitions. An id is a function of flow, role and key: a change of one route
+    leaves all other rows as they are, also while a call is in them."""
+
+    def made(role: str, key: str = "") -> str:
+        return str(uuid.uuid5(uuid.UUID(flow.id), f"{role} {key}".strip()))
+
+    def node(role: str, kind: str, depth: int, key: str = "", **more: Any) -> dict[str, Any]:
+        parent = {0: None, 1: made("announce"), 2: made("keypad")}[depth]
+        row = {"id": made(role, key), "flow_id": flow.id, "parent_id": parent, "node_type": kind}
+        row |= {"action_code": None, "audio_file_url": None, "tts_text": None}
+        return row | {"timeout_sec": 10, "max_retries": 3, "depth": depth} | more
+
+    nodes = [
+        node("announce", "ANNOUNCE", 0, audio_file_url=flow.audio,
+             tts_text=None if flow.audio else flow.text),
+        node("keypad", "KEYPAD", 1, timeout_sec=flow.timeout, max_retries=flow.retries),
+    ]  # fmt: skip
+    transitions = []
+    for each in flow.exits:
+        text = json.dumps(each.options, ensure_ascii=False, separators=(",", ":"))
+        role = "exit" if each.key else "fallback"
+        nodes.append(
+            node(role, "EXIT", 2, each.key, action_code=each.code, audio_file_url=each.audio,
+                 tts_text=text if each.options else None)
+        )  # fmt: skip
+        for kind in ("DTMF",) if each.key else ("TIMEOUT", "INVALID"):
+            transitions.append(
+                {
+                    "id": made(kind, each.key),
+                    "from_node_id": made("keypad"),
+                    "input_type": kind,
+                    "dtmf_key": each.key or None,
+                    "to_node_id": made(role, each.key),
+                }
+            )
+    return nodes, transitions
+
+
+def shrunk(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Empty where it was not, or less than half of it: has the frontend lost its store?"""
+    return any(2 * now.get(word, 0) < number for word, number in before.items())
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(count(number, word[:-1]) for word, number in counts.items())
+
+
+def hold_on(known: Known, counts: Mapping[str, int], elapsed: float) -> tuple[bool, int, float]:
+    """Whether a section is held, how often it came like this in a row, and over how long (of the
+    agent's own running time, whatever the database's clock did)."""
+    if not shrunk(known.counts, counts):
+        return False, 0, 0.0
+    times = known.held_times + 1
+    seconds = known.held_seconds + (elapsed if known.held_times else 0.0)
+    return times < HOLD_TIMES or seconds < HOLD_SEC, times, seconds
+
+
+# ==================================================================================================
+# Settings pull: the tables
+# Each statement finds the difference between what is wanted and what is there, and (really) makes
+# it: a row that is as it should be is not touched, and gets no new id.
+# ==================================================================================================
+
+# The backend's tables that are there (ours of that name stand in for one), and the rights on them
+# that this role lacks. No lock.
+SETTINGS_TABLES: Final = """
+select t.name, c.oid is not null, array(
+    select r.name from unnest(t.rights) r (name) where not has_table_privilege(c.oid, r.name)
+    union all
+    select 'update (' || a.attname || ')' from pg_attribute a
+    where t.name = 'system_settings' and a.attrelid = c.oid and a.attname in ('extra', 'updated_at')
+      and not has_column_privilege(c.oid, a.attnum, 'update'))
+from (values ('registered_numbers', '{select,insert,update}'::text[]),
+             ('call_action_rules', '{select,insert,update,delete}'),
+             ('system_settings', '{select}'),
+             ('announcements', '{select,insert,update,delete}'),
+             ('ivr_flows', '{select,insert,update,delete}'),
+             ('ivr_nodes', '{select,insert,update,delete}'),
+             ('ivr_transitions', '{select,insert,update,delete}')) t (name, rights)
+left join pg_class c on c.oid = to_regclass(t.name)
+                    and c.relnamespace is distinct from to_regnamespace('serversync')
+"""
+# What is known of each section. (Read at the beginning of a pull: `pulls` tells at its end whether
+# another one came between.)
+SETTINGS_KNOWN: Final = """
+select section, digest, counts, remarks, skipped, held_times, held_seconds, held_counts, error,
+       pulls, extract(epoch from now() - pulled_at)::float8
+from serversync.settings order by position
+"""
+SETTINGS_LOCK: Final = """
+select coalesce(max(pulls), 0) from (select pulls from serversync.settings for update) s
+"""
+# How long a merge may wait for the backend, and take: calls go on meanwhile.
+SETTINGS_BOUNDS: Final = "set local lock_timeout = '1s'; set local statement_timeout = '8s'"
+SETTINGS_SAME: Final = """
+update serversync.settings set pulled_at = now(), pulls = pulls + 1
+"""
+SETTINGS_SAVE: Final = """
+update serversync.settings
+set pulled_at = now(), pulls = pulls + 1, remarks = %(remarks)s, skipped = %(skipped)s,
+    digest = coalesce(%(digest)s, digest), counts = coalesce(%(counts)s::jsonb, counts),
+    changed_at = case when %(changed)s then now() else changed_at end, error = %(error)s,
+    held_times = %(held_times)s, held_seconds = %(held_seconds)s, held_counts = %(held_counts)s
+where section = %(section)s
+"""
+# A person says that a section may be as small as it is now: that is what the next is compared with.
+SETTINGS_ACCEPT: Final = """
+update serversync.settings
+set counts = held_counts, digest = coalesce(digest, ''), pulls = pulls + 1,
+    held_times = 0, held_seconds = 0, held_counts = null
+where section = %(section)s and held_counts is not null returning 1
+"""
+# What a section is compared with that was never applied: what is in the backend's tables.
+SETTINGS_THERE: Final = {
+    "number-groups": """
+select jsonb_build_object('groups', count(distinct group_id), 'numbers', count(*))
+from registered_numbers where deleted_at is null and group_id is not null
+""",
+    "call-actions": "select jsonb_build_object('rules', count(*)) from call_action_rules",
+    "announcements": "select jsonb_build_object('announcements', count(*)) from announcements",
+    "ivr-flows": "select jsonb_build_object('flows', count(*)) from ivr_flows",
+}
+# The announcements as they are, while their section is held.
+SOUNDS_THERE: Final = "select id::text, audio_file_url, tts_text from announcements"
+# Numbers that are in no group any more are deleted softly, and come back under their old id. Those
+# that never had a group stay, unless %(replace)s. Reads the whole table; row locks on what changes.
+MERGE_NUMBERS: Final = """
+with wanted as (
+    select g.group_id, g.group_name, n.phone_number
+    from jsonb_to_recordset(%(rows)s::jsonb) g (group_id uuid, group_name text, numbers text[])
+    cross join lateral unnest(g.numbers) n (phone_number)
+), live as (
+    select * from registered_numbers where deleted_at is null
+), once as (
+    select distinct on (phone_number) id, phone_number from registered_numbers
+    where deleted_at is not null order by phone_number, deleted_at desc, id
+), changes as materialized (
+    select case when w.phone_number is null then 'delete' when l.id is not null then 'update'
+                when o.id is not null then 'revive' else 'insert' end as action,
+           coalesce(l.id, o.id) as id, coalesce(w.phone_number, l.phone_number) as phone_number,
+           w.group_id, w.group_name
+    from wanted w
+    full join live l on l.phone_number = w.phone_number
+    left join once o on l.id is null and o.phone_number = w.phone_number
+    where case when w.phone_number is null then l.group_id is not null or %(replace)s::boolean
+               else (l.group_id, l.group_name) is distinct from (w.group_id, w.group_name) end
+), deleted as (
+    update registered_numbers r
+    set deleted_at = now(), updated_at = now(), version = coalesce(r.version, 0) + 1
+    from changes c where %(really)s::boolean and c.action = 'delete' and r.id = c.id
+), updated as (
+    update registered_numbers r
+    set group_id = c.group_id, group_name = c.group_name, deleted_at = null, updated_at = now(),
+        version = coalesce(r.version, 0) + 1
+    from changes c where %(really)s::boolean and c.action in ('update', 'revive') and r.id = c.id
+), inserted as (
+    insert into registered_numbers
+        (id, phone_number, group_id, group_name, version, created_at, updated_at)
+    select gen_random_uuid(), phone_number, group_id, group_name, 1, now(), now() from changes
+    where %(really)s::boolean and action = 'insert'
+)
+select action, count(*), (array_agg(phone_number::text order by phone_number))[1:%(most)s::int]
+from changes group by 1 order by 1
+"""
+MERGE_RULES: Final = """
+with wanted as (
+    select * from jsonb_to_recordset(%(rows)s::jsonb) w
+        (id uuid, name text, caller_group_id uuid, action_type text, action_config jsonb,
+         priority int, is_active boolean)
+), changes as materialized (
+    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
+               as action, coalesce(t.id, w.id) as key, coalesce(w.name, t.name) as label, w.*
+    from wanted w full join call_action_rules t on t.id = w.id
+    where (w.id, w.name, w.caller_group_id, w.action_type, w.action_config, w.priority, w.is_active)
+        is distinct from (t.id, t.name, t.caller_group_id, t.action_type, t.action_config,
+                          t.priority, t.is_active)
+), deleted as (
+    delete from call_action_rules t using changes c
+    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
+), updated as (
+    update call_action_rules t
+    set name = c.name, caller_group_id = c.caller_group_id, action_type = c.action_type,
+        action_config = c.action_config, priority = c.priority, is_active = c.is_active,
+        updated_at = now()
+    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
+), inserted as (
+    insert into call_action_rules (id, name, caller_group_id, action_type, action_config, priority,
+                                   is_active, created_at, updated_at)
+    select id, name, caller_group_id, action_type, action_config, priority, is_active, now(), now()
+    from changes where %(really)s::boolean and action = 'insert'
+)
+select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
+from changes group by 1 order by 1
+"""
+# One UPDATE: the other keys stay.
+MERGE_EXTRA: Final = """
+with changes as materialized (
+    select id, extra || %(rows)s::jsonb as extra from system_settings
+    where id = 1 and jsonb_typeof(extra) = 'object'
+      and extra || %(rows)s::jsonb is distinct from extra
+), updated as (
+    update system_settings t set extra = c.extra, updated_at = now()
+    from changes c where %(really)s::boolean and t.id = c.id
+)
+select 'update', count(*), array['extra'] from changes having count(*) > 0
+"""
+MERGE_ANNOUNCEMENTS: Final = """
+with wanted as (
+    select * from jsonb_to_recordset(%(rows)s::jsonb) w
+        (id uuid, name text, description text, announcement_type text, is_active boolean,
+         audio_file_url text, tts_text text, duration_sec int, language text,
+         updated_at timestamptz)
+), changes as materialized (
+    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
+               as action, coalesce(t.id, w.id) as key, coalesce(w.name, t.name) as label, w.*
+    from wanted w full join announcements t on t.id = w.id
+    where (w.id, w.name, w.description, w.announcement_type, w.is_active, w.audio_file_url,
+           w.tts_text, w.duration_sec, w.language, coalesce(w.updated_at, t.updated_at))
+        is distinct from (t.id, t.name, t.description, t.announcement_type, t.is_active,
+                          t.audio_file_url, t.tts_text, t.duration_sec, t.language, t.updated_at)
+), deleted as (
+    delete from announcements t using changes c
+    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
+), updated as (
+    update announcements t
+    set name = c.name, description = c.description, announcement_type = c.announcement_type,
+        is_active = c.is_active, audio_file_url = c.audio_file_url, tts_text = c.tts_text,
+        duration_sec = c.duration_sec, language = c.language, version = coalesce(t.version, 0) + 1,
+        updated_at = coalesce(c.updated_at, t.updated_at)
+    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
+), inserted as (
+    insert into announcements (id, name, description, announcement_type, is_active, audio_file_url,
+                               tts_text, duration_sec, language, version, created_at, updated_at)
+    select id, name, description, announcement_type, is_active, audio_file_url, tts_text,
+           duration_sec, language, 1, now(), coalesce(updated_at, now())
+    from changes where %(really)s::boolean and action = 'insert'
+)
+select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
+from changes group by 1 order by 1
+"""
+# Before its nodes: with a flow that goes all that is in it goes, by the backend's cascade.
+MERGE_FLOWS: Final = """
+with wanted as (
+    select * from jsonb_to_recordset(%(rows)s::jsonb) w
+        (id uuid, name text, description text, is_active boolean)
+), changes as materialized (
+    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
+               as action, coalesce(t.id, w.id) as key, coalesce(w.name, t.name) as label, w.*
+    from wanted w full join ivr_flows t on t.id = w.id
+    where (w.id, w.name, w.description, w.is_active)
+        is distinct from (t.id, t.name, t.description, t.is_active)
+), deleted as (
+    delete from ivr_flows t using changes c
+    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
+), updated as (
+    update ivr_flows t set name = c.name, description = c.description, is_active = c.is_active,
+                           updated_at = now()
+    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
+), inserted as (
+    insert into ivr_flows (id, name, description, is_active, created_at, updated_at)
+    select id, name, description, is_active, now(), now()
+    from changes where %(really)s::boolean and action = 'insert'
+)
+select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
+from changes group by 1 order by 1
+"""
+MERGE_NODES: Final = """
+with wanted as (
+    select * from jsonb_to_recordset(%(rows)s::jsonb) w
+        (id uuid, flow_id uuid, parent_id uuid, node_type text, action_code text,
+         audio_file_url text, tts_text text, timeout_sec int, max_retries int, depth smallint)
+), changes as materialized (
+    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
+               as action, coalesce(t.id, w.id) as key,
+           coalesce(w.node_type, t.node_type) || ' ' || coalesce(t.id, w.id) as label, w.*
+    from wanted w full join ivr_nodes t on t.id = w.id
+    where (w.id, w.flow_id, w.parent_id, w.node_type, w.action_code, w.audio_file_url, w.tts_text,
+           w.timeout_sec, w.max_retries, w.depth)
+        is distinct from (t.id, t.flow_id, t.parent_id, t.node_type, t.action_code,
+                          t.audio_file_url, t.tts_text, t.timeout_sec, t.max_retries, t.depth)
+), deleted as (
+    delete from ivr_nodes t using changes c
+    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
+), updated as (
+    update ivr_nodes t
+    set flow_id = c.flow_id, parent_id = c.parent_id, node_type = c.node_type,
+        action_code = c.action_code, audio_file_url = c.audio_file_url, tts_text = c.tts_text,
+        timeout_sec = c.timeout_sec, max_retries = c.max_retries, depth = c.depth,
+        updated_at = now()
+    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
+), inserted as (
+    insert into ivr_nodes (id, flow_id, parent_id, node_type, action_code, audio_file_url, tts_text,
+                           timeout_sec, max_retries, depth, created_at, updated_at)
+    select id, flow_id, parent_id, node_type, action_code, audio_file_url, tts_text, timeout_sec,
+           max_retries, depth, now(), now()
+    from changes where %(really)s::boolean and action = 'insert'
+)
+select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
+from changes group by 1 order by 1
+"""
+MERGE_TRANSITIONS: Final = """
+with wanted as (
+    select * from jsonb_to_recordset(%(rows)s::jsonb) w
+        (id uuid, from_node_id uuid, input_type text, dtmf_key text, to_node_id uuid)
+), changes as materialized (
+    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
+               as action, coalesce(t.id, w.id) as key,
+           concat_ws(' ', coalesce(w.input_type, t.input_type), coalesce(w.dtmf_key, t.dtmf_key),
+                     coalesce(t.id, w.id)) as label, w.*
+    from wanted w full join ivr_transitions t on t.id = w.id
+    where (w.id, w.from_node_id, w.input_type, w.dtmf_key, w.to_node_id)
+        is distinct from (t.id, t.from_node_id, t.input_type, t.dtmf_key, t.to_node_id)
+), deleted as (
+    delete from ivr_transitions t using changes c
+    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
+), updated as (
+    update ivr_transitions t
+    set from_node_id = c.from_node_id, input_type = c.input_type, dtmf_key = c.dtmf_key,
+        to_node_id = c.to_node_id
+    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
+), inserted as (
+    insert into ivr_transitions (id, from_node_id, input_type, dtmf_key, to_node_id, created_at)
+    select id, from_node_id, input_type, dtmf_key, to_node_id, now()
+    from changes where %(really)s::boolean and action = 'insert'
+)
+select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
+from changes group by 1 order by 1
+"""
+# In this order: what others point at comes first.
+MERGES: Final = {
+    "number-groups": (("registered_numbers", MERGE_NUMBERS),),
+    "call-actions": (("call_action_rules", MERGE_RULES), ("system_settings", MERGE_EXTRA)),
+    "announcements": (("announcements", MERGE_ANNOUNCEMENTS),),
+    "ivr-flows": (
+        ("ivr_flows", MERGE_FLOWS),
+        ("ivr_nodes", MERGE_NODES),
+        ("ivr_transitions", MERGE_TRANSITIONS),
+    ),
+}
+# The backend's dashboard reads the newest updated_at as the time of the last pull: always the same
+# row is touched, and brought back from a future that a wrong clock gave it.
+RULES_HEARTBEAT: Final = """
+update call_action_rules set updated_at = now()
+where id = (select id from call_action_rules order by updated_at desc nulls last, id limit 1)
+returning 1
+"""
+SETTINGS_HEARTBEAT: Final = "update system_settings set updated_at = now() where id = 1"
+
+# Which files the announcements want. A new version is fetched at once.
+AUDIO_WANTED: Final = """
+with wanted as (
+    select * from jsonb_to_recordset(%(rows)s::jsonb) w (name text, version text)
+), gone as (
+    update serversync.audio_files f set unwanted = 0
+    where unwanted is null and not exists (select from wanted w where w.name = f.name)
+)
+insert into serversync.audio_files as f (name, version) select name, version from wanted
+on conflict (name) do update
+set version = excluded.version, unwanted = null, tries = 0, error = null, next_attempt_at = now()
+where (f.version, f.unwanted) is distinct from (excluded.version, null::float8)
+"""
+# Seconds of the agent's own running time since a file was wanted last.
+AUDIO_AGE: Final = """
+update serversync.audio_files set unwanted = unwanted + %(elapsed)s::float8 where unwanted >= 0
+"""
+# The file that is next: to be fetched, or to go; and in how many seconds. A due time more than an
+# hour ahead is a wrong clock's.
+AUDIO_NEXT: Final = """
+select name, version, fetched, files, etag, tries, coalesce(unwanted >= %(unwanted)s, false), wait
+from (select *, case when next_attempt_at > now() + interval '1 hour' then 0
+                else greatest(0, extract(epoch from next_attempt_at - now())) end::float8 as wait
+      from serversync.audio_files
+      where unwanted >= %(unwanted)s or unwanted is null and fetched is distinct from version) f
+order by wait, next_attempt_at, name limit 1
+"""
+# What we are about to put there, before it is there: after a kill between the two, or a power cut,
+# it is still ours.
+AUDIO_WRITING: Final = """
+update serversync.audio_files set files = %(files)s
+from (select set_config('synchronous_commit', 'on', true)) durable
+where name = %(name)s
+"""
+AUDIO_FETCHED: Final = """
+update serversync.audio_files
+set fetched = %(version)s, files = %(files)s, etag = %(etag)s, tries = 0, error = null,
+    fetched_at = now()
+where name = %(name)s
+"""
+AUDIO_FAILED: Final = """
+update serversync.audio_files
+set tries = tries + 1, error = %(error)s, next_attempt_at = now() + %(wait)s * interval '1 second'
+where name = %(name)s
+"""
+AUDIO_FORGET: Final = "delete from serversync.audio_files where name = %(name)s"
+AUDIO_THERE: Final = """
+select name from serversync.audio_files where fetched is not null and unwanted is null
+"""
+AUDIO_LOST: Final = """
+update serversync.audio_files set fetched = null, etag = null, next_attempt_at = now()
+where name = any (%(names)s)
+"""
+
+Session = Callable[[], contextlib.AbstractContextManager["psycopg.Connection[Any]"]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A section's row of serversync.settings."""
+
+    name: str
+    digest: str | None
+    counts: dict[str, int]
+    remarks: list[dict[str, Any]]
+    skipped: int
+    held_times: int
+    held_seconds: float
+    held_counts: dict[str, int] | None
+    error: str | None
+    pulls: int
+    age: float | None
+
+
+@dataclass
+class Outcome:
+    """What became of a section: applied, held, or why not."""
+
+    section: Section
+    known: Known
+    held: tuple[bool, int, float] = (False, 0, 0.0)
+    changes: list[tuple[str, str, int, list[str]]] = field(default_factory=list)
+    error: str = ""
+    applied: bool = False
+
+    @property
+    def remarks(self) -> list[dict[str, Any]]:
+        """As they are stored and shown."""
+        tidy = partial(clean, known=MASKING.known, limit=200)
+        first = sorted(self.section.remarks, key=lambda remark: not remark.skipped)
+        return [
+            {"item": tidy(each.item), "reason": tidy(each.reason), "skipped": each.skipped}
+            for each in first[:REMARKS_MAX]
+        ]
+
+    @property
+    def skipped(self) -> int:
+        return sum(remark.skipped for remark in self.section.remarks)
+
+
+REMARKS_MAX: Final = 100
+
+
+class SettingsStore:
+    """The tables, by the agent's connection or a person's; one method a statement."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def run(self, sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
+        with self.session() as conn:
+            return self._rows(conn, sql, **params)
+
+    @staticmethod
+    def _rows(conn: psycopg.Connection[Any], sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
+        cursor = conn.execute(sql, params or None)
+        return cursor.fetchall() if cursor.description else []
+
+    def known(self) -> dict[str, Known]:
+        return {row[0]: Known(*row) for row in self.run(SETTINGS_KNOWN)}
+
+    def missing(self) -> dict[str, str]:
+        """Why tables cannot be written, by their names."""
+        found = {}
+        for name, there, lacking in self.run(SETTINGS_TABLES):
+            if not there:
+                found[name] = f"there is no table {name}"
+            elif lacking:
+                rights = ", ".join(lacking)
+                found[name] = f"no right to {rights} on {name}: run: sudo serversync setup"
+        return found
+
+    def there(self, name: str) -> dict[str, int]:
+        return dict(self.run(SETTINGS_THERE[name])[0][0])
+
+    def sounds(self) -> Sounds:
+        return {row[0]: (row[1], row[2]) for row in self.run(SOUNDS_THERE)}
+
+    def apply(self, work: Callable[[psycopg.Connection[Any]], None], pulls: int) -> None:
+        """One transaction for the snapshot, on what is still the state that it began with."""
+        with self.session() as conn, conn.transaction():
+            conn.execute(SETTINGS_BOUNDS)
+            if conn.execute(SETTINGS_LOCK).fetchall()[0][0] != pulls:
+                text = "another pull came between: this one begins anew"
+                raise NotNow(Verdict(Fate.ASIDE, "OVERTAKEN", text))
+            work(conn)
+
+    def merge(self, conn: psycopg.Connection[Any], outcome: Outcome, missing: Mapping[str, str],
+              replaced: bool, really: bool, most: int) -> None:  # fmt: skip
+        """A section in a savepoint of its own: what cannot be stored leaves it as it was."""
+        merges = MERGES[outcome.section.name]
+        whys = [missing[name] for name, _ in merges if name in missing]
+        if whys and outcome.section.name == "ivr-flows":  # none of its tables is of use alone
+            merges = ()
+        try:
+            with conn.transaction():
+                for name, sql in merges:
+                    if name in missing:
+                        continue
+                    rows = json.dumps(outcome.section.tables[name])
+                    params = {"rows": rows, "replace": replaced, "really": really, "most": most}
+                    found = conn.execute(sql, params).fetchall()
+                    outcome.changes += [(name, row[0], row[1], row[2]) for row in found]
+        except psycopg.Error as error:
+            if conn.broken or conn.pgconn.status != psycopg.pq.ConnStatus.OK:
+                raise
+            whys = [f"the database refuses it: {error.diag.message_primary or error}"]
+            outcome.changes = []
+        outcome.error = clean("; ".join(whys), MASKING.known)
+        outcome.applied = not whys
+
+    def heartbeat(self, conn: psycopg.Connection[Any], missing: Mapping[str, str]) -> None:
+        rules, settings = "call_action_rules" in missing, "system_settings" in missing
+        in_use = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)
+        with contextlib.suppress(*in_use), conn.transaction():
+            if not rules and conn.execute(RULES_HEARTBEAT).fetchall():
+                return
+            if not settings:
+                conn.execute(SETTINGS_HEARTBEAT)
+
+    def save(self, conn: psycopg.Connection[Any], outcome: Outcome) -> None:
+        held, times, seconds = outcome.held
+        section = outcome.section
+        params = {
+            "section": section.name,
+            "remarks": json.dumps(outcome.remarks),
+            "skipped": outcome.skipped,
+            "digest": section.digest if outcome.applied else None,
+            "counts": json.dumps(section.counts) if outcome.applied else None,
+            "changed": bool(outcome.changes),
+            "error": outcome.error or None,
+            "held_times": times if held else 0,
+            "held_seconds": seconds if held else 0.0,
+            "held_counts": json.dumps(section.counts) if held else None,
+        }
+        conn.execute(SETTINGS_SAVE, params)
+
+
+class Pull:
+    """One snapshot: fetched request by request, then applied at once."""
+
+    def __init__(
+        self, config: Config, frontend: Frontend, store: SettingsStore, etags: Mapping[str, str]
+    ) -> None:
+        self.config, self.frontend, self.store = config, frontend, store
+        self.etags = etags  # of what stands in the tables; empty: everything is wanted
+        self.known = store.known()
+        self.todo = list(SOURCES)
+        self.same: list[str] = []
+        self.bodies: dict[str, bytes] = {}
+        self.found: dict[str, str] = {}
+
+    def fetch(self, most: float = float("inf")) -> bool:
+        """One request; True when that was the last one. NotNow: the frontend gives none."""
+        name = self.todo[0]
+        etag = self.etags.get(name, "")
+        answer = self.frontend.setting(SOURCES[name][0], etag, most)
+        if answer.status == 304 and etag:
+            self.same.append(name)
+        else:
+            settings_answer(name, answer)
+            self.bodies[name], self.found[name] = answer.body, answer.etag
+        self.todo.pop(0)
+        if not self.todo and self.bodies and self.same:  # sections point at each other
+            self.todo, self.same, self.etags = self.same, [], {}
+        return not self.todo
+
+    @property
+    def unchanged(self) -> bool:
+        return not self.bodies
+
+    @property
+    def pulls(self) -> int:
+        return max(known.pulls for known in self.known.values())
+
+    def _said(self, name: str) -> dict[str, Any]:
+        return settings_answer(name, Answer(status=200, body=self.bodies.pop(name)))
+
+    def _outcome(self, section: Section, missing: Mapping[str, str], elapsed: float) -> Outcome:
+        known = self.known[section.name]
+        tables = [name for name, _ in MERGES[section.name]]
+        if known.digest is None and tables[0] not in missing:
+            known = replace(known, counts=self.store.there(section.name))
+        return Outcome(section, known, hold_on(known, section.counts, elapsed))
+
+    def outcomes(self, missing: Mapping[str, str], elapsed: float) -> list[Outcome]:
+        """What the answers mean. What a held section would change is as if it had not come."""
+        groups, ids = read_groups(self._said("number-groups"))
+        first = self._outcome(groups, missing, elapsed)
+        announcements = read_announcements(self._said("announcements"))
+        second = self._outcome(announcements, missing, elapsed)
+        there = second.held[0] and "announcements" not in missing
+        sounds = self.store.sounds() if there else sounds_of(announcements)
+        rules = read_rules(self._said("call-actions"), None if first.held[0] else ids)
+        flows = read_flows(self._said("ivr-flows"), sounds)
+        return [
+            first,
+            self._outcome(rules, missing, elapsed),
+            second,
+            self._outcome(flows, missing, elapsed),
+        ]
+
+    def apply(
+        self, elapsed: float = 0.0, whole: bool = True, really: bool = True, most: int = 5
+    ) -> list[Outcome]:
+        """Merges what is new, or (whole) everything, so that what others changed is put back."""
+        missing = self.store.missing()
+        outcomes = self.outcomes(missing, elapsed)
+        replaced = self.config.local_numbers == "replace"
+
+        def work(conn: psycopg.Connection[Any]) -> None:
+            for outcome in outcomes:
+                known = outcome.known
+                new = known.digest != outcome.section.digest or known.error is not None
+                if not outcome.held[0] and (whole or new):
+                    self.store.merge(conn, outcome, missing, replaced, really, most)
+                if really:
+                    self.store.save(conn, outcome)
+                if outcome.section.name == "announcements" and outcome.applied and really:
+                    rows = json.dumps(audio_of(outcome.section))
+                    conn.execute(AUDIO_WANTED, {"rows": rows})
+            if really and whole:
+                self.store.heartbeat(conn, missing)
+
+        if really:
+            self.store.apply(work, self.pulls)
+        else:
+            with self.store.session() as conn, conn.transaction():
+                work(conn)
+        return outcomes
+
+
+# ==================================================================================================
+# Settings pull: the announcements' audio
+# One file a request, streamed beside its place and renamed into it. What the agent did not write it
+# neither overwrites nor deletes.
+# ==================================================================================================
+
+TEMPORARY: Final = ".serversync-"  # in the announcements directory: a file that is not complete
+UNWANTED_SEC: Final = 3600.0
+
+
+STRANGER: Final = "a file of this name that we did not write is there"
+
+
+class AudioTrouble(Exception):
+    """This file cannot be stored; says why."""
+
+
+@dataclass(frozen=True)
+class AudioFile:
+    """A row of serversync.audio_files: a file that is wanted, or must go."""
+
+    name: str
+    version: str
+    fetched: str | None
+    files: list[dict[str, Any]]  # what we put there: signatures, with their digests
+    etag: str | None
+    tries: int
+    unwanted: bool
+    wait: float
+
+
+class Download:
+    """The file on its way: written under another name, counted, its digest taken."""
+
+    def __init__(self, folder: int, between: Callable[[], object]) -> None:
+        self.folder, self.between = folder, between
+        self.name = TEMPORARY + uuid.uuid4().hex
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(self.name, flags, 0o644, dir_fd=folder)
+        self.size = 0
+        self.head = b""
+        self.digest = hashlib.sha256()
+        self.paused = 0.0
+
+    def take(self, piece: bytes) -> float:
+        """A piece; returns for how long others had their turn."""
+        if len(self.head) < 12:
+            self.head = (self.head + piece)[:12]
+        self.size += len(piece)
+        self.digest.update(piece)
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[os.write(self.fd, rest) :]
+        except OSError as error:
+            raise AudioTrouble(f"it cannot be written: {error.strerror}") from None
+        before = time.monotonic()
+        self.between()
+        return time.monotonic() - before
+
+    def check(self) -> None:
+        """RIFF….WAVE, and as long as it says of itself."""
+        if self.head[:4] != b"RIFF" or self.head[8:] != b"WAVE" or self.size < 44:
+            raise AudioTrouble("what came is no WAV file")
+        said = int.from_bytes(self.head[4:8], "little") + 8
+        if said > self.size and said < 0x7FFFFF00:  # a recorder into a pipe cannot know
+            raise AudioTrouble(f"what came is cut: {self.size} of {said} bytes")
+
+    def finish(self) -> dict[str, Any]:
+        """On the disk, readable for the backend; its signature."""
+        # The unit's UMask= is 0077, and a file of mode 0600 would void the directory's default ACL.
+        os.fchmod(self.fd, 0o644)
+        os.fsync(self.fd)
+        found = signature("", os.fstat(self.fd)) | {"sha256": self.digest.hexdigest()}
+        return {key: value for key, value in found.items() if key != "name"}
+
+    def close(self) -> None:
+        os.close(self.fd)
+        with contextlib.suppress(OSError):
+            os.unlink(self.name, dir_fd=self.folder)
+
+
+class AudioStore:
+    """The announcements directory, by its descriptor."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._swept = False
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[int]:
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise AudioTrouble(f"{self.path}: {error.strerror}") from None
+        try:
+            if not self._swept:
+                self._sweep(fd)
+            yield fd
+        except OSError as error:
+            raise AudioTrouble(f"{self.path}: {error.strerror or error}") from None
+        finally:
+            os.close(fd)
+
+    def _sweep(self, folder: int) -> None:
+        """What a kill left behind; not what a command is just fetching."""
+        self._swept = True
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(TEMPORARY) and entry.is_file(follow_symlinks=False):
+                    changed = entry.stat(follow_symlinks=False).st_mtime
+                    if abs(time.time() - changed) > 60:
+                        os.unlink(entry.name, dir_fd=folder)
+
+    @staticmethod
+    def is_ours(folder: int, name: str, files: Sequence[Mapping[str, Any]]) -> bool | None:
+        """Whether what stands there is what we wrote (by inode, size and time, or else by its
+        digest: a restored backup has other inodes); None: nothing stands there."""
+        try:
+            fd = os.open(name, _OPEN_FILE, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return False  # a link, a directory, not ours to read
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            return False
+        with open(fd, "rb") as file:
+            found = signature("", status)
+            if any(all(known.get(k) == found[k] for k in found if k != "name") for known in files):
+                return True
+            same = {known.get("sha256") for known in files if known.get("size") == status.st_size}
+            return bool(same) and hashlib.file_digest(file, "sha256").hexdigest() in same
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        with self.folder() as folder:
+            there = set(os.listdir(folder))
+        return [name for name in names if name not in there]
+
+    def put(self, folder: int, download: Download, file: AudioFile) -> None:
+        """In its place, at once; over nothing but our own earlier version."""
+        ours = self.is_ours(folder, file.name, file.files)
+        try:
+            if not ours:
+                os.link(download.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except FileExistsError:
+            raise AudioTrouble(STRANGER) from None
+        except OSError as error:
+            if ours is False or error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                raise
+            ours = True  # nothing is there, on a file system without links
+        if ours:
+            os.rename(download.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
+
+
+class Audio:
+    """Brings and removes the announcements' audio, one file at a time."""
+
+    def __init__(self, frontend: Frontend, store: SettingsStore, path: str) -> None:
+        self.frontend, self.store = frontend, store
+        self.files = AudioStore(path)
+
+    def next(self) -> AudioFile | None:
+        rows = self.store.run(AUDIO_NEXT, unwanted=UNWANTED_SEC)
+        return AudioFile(*rows[0]) if rows else None
+
+    def look(self) -> None:
+        """Files that somebody deleted are fetched again."""
+        names = [row[0] for row in self.store.run(AUDIO_THERE)]
+        if gone := self.files.missing(names):
+            self.store.run(AUDIO_LOST, names=gone)
+
+    def handle(self, file: AudioFile, between: Callable[[], object]) -> None:
+        """One file, at most one request. AudioTrouble: this one not; NotNow: none."""
+        with self.files.folder() as folder:
+            if file.unwanted:
+                self._remove(folder, file)
+                return
+            ours = self.files.is_ours(folder, file.name, file.files)
+            if ours is False:
+                raise AudioTrouble(STRANGER)
+            self._fetch(folder, file, bool(ours), between)
+
+    def failed(self, file: AudioFile, reason: str) -> str:
+        """It waits; returns why, as it is stored."""
+        error = clean(reason, MASKING.known)
+        wait = backoff(file.tries + 1, 0.5 + random.random() / 2)
+        self.store.run(AUDIO_FAILED, name=file.name, error=error, wait=wait)
+        return error
+
+    def _fetch(
+        self, folder: int, file: AudioFile, there: bool, between: Callable[[], object]
+    ) -> None:
+        etag = file.etag if there else None
+        download = Download(folder, between)
+        try:
+            answer = self.frontend.audio(file.name, etag or "", download.take)
+            if answer.status == 304 and etag:
+                self._done(file, file.files, etag, "is as it was")
+                return
+            if answer.status != 200 or not answer.complete:
+                self._refuse(answer)
+            download.check()
+            made = download.finish()
+            # Before it is there: a kill between the two must not make a stranger of it, nor of the
+            # one that is there.
+            ours = [*file.files[-9:], made]
+            self.store.run(AUDIO_WRITING, name=file.name, files=json.dumps(ours))
+            self.files.put(folder, download, file)
+            self._done(file, [made], answer.etag or None, f"fetched ({human(download.size)})")
+        finally:
+            download.close()
+
+    @staticmethod
+    def _refuse(answer: Answer) -> NoReturn:
+        if answer.status in (404, 405):
+            raise AudioTrouble(f"the frontend does not have it yet: HTTP {answer.status}")
+        verdict = classify(answer, time.time())
+        if answer.trouble or answer.status in (401, 403, 429, 502, 503, 504):
+            raise NotNow(verdict)
+        raise AudioTrouble(verdict.reason)
+
+    def _done(
+        self, file: AudioFile, files: Sequence[dict[str, Any]], etag: str | None, what: str
+    ) -> None:
+        self.store.run(
+            AUDIO_FETCHED,
+            name=file.name,
+            version=file.version,
+            files=json.dumps(files),
+            etag=etag,
+        )
+        text = f"announcement audio {file.name} {what}"
+        say(logging.INFO, "audio_fetched", text, FILE=file.name)
+
+    def _remove(self, folder: int, file: AudioFile) -> None:
+        ours = self.files.is_ours(folder, file.name, file.files)
+        if ours:
+            os.unlink(file.name, dir_fd=folder)
+            os.fsync(folder)
+        self.store.run(AUDIO_FORGET, name=file.name)
+        if ours:
+            text = f"announcement audio {file.name} removed: unreferenced for an hour"
+            say(logging.INFO, "audio_removed", text, FILE=file.name)
+
+
+# ==================================================================================================
+# Settings pull: in the agent's loop
+# At most one request between two rounds of deliveries, and its own backoff: what goes wrong here is
+# no outage of the deliveries.
+# ==================================================================================================
+
+WHOLE_SEC: Final = 290.0  # everything is fetched, compared and its heartbeat given: each 5 min
+
+
+class Settings:
+    """What the agent's loop knows of the pull; a restart may forget it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.store = SettingsStore(agent.db.session)
+        self.repeats = agent.repeats
+        self.trouble: Verdict | None = None
+        self.since = 0.0
+        self.held: dict[str, str] = {}
+        self.finished: float | None = None  # the last pull of ours
+        self.use()
+
+    def use(self) -> None:
+        """A configuration: perhaps of another frontend."""
+        agent = self.agent
+        self.audio = Audio(agent.frontend, self.store, agent.config.announcements_dir)
+        self.pull: Pull | None = None
+        self.etags: dict[str, str] = {}
+        self.tries = self.audio_tries = 0
+        self.due = self.audio_due = self.began = 0.0
+        self.whole_at = float("-inf")
+        self.whole = True
+        if not agent.config.settings_interval:
+            self.trouble, self.held = None, {}
+
+    @property
+    def wait(self) -> float:
+        """In how many seconds there is something to do."""
+        if not self.agent.config.settings_interval or self.agent.is_once:
+            return float("inf")
+        due = max(min(self.due, self.audio_due), self.agent.quiet_until)
+        return due - time.monotonic()
+
+    @property
+    def sentence(self) -> str:
+        """What a person should know; empty while all is well."""
+        said = [f"settings: {name} held back: {why}" for name, why in self.held.items()]
+        if self.trouble is not None:
+            lasted = time.monotonic() - self.since
+            said.append(f"no settings since {lasted:.0f} s: {self.trouble.reason[:100]}")
+        return "; ".join(said)
+
+    def published(self) -> dict[str, object]:
+        since = time.time() - (time.monotonic() - self.since)
+        trouble = self.trouble and {"code": self.trouble.code, "reason": self.trouble.reason}
+        return {"trouble": trouble and trouble | {"since": since}, "held": self.held}
+
+    def step(self, most: float = float("inf"), audio: bool = True) -> None:
+        """At most one request. Whatever goes wrong with the settings ends here."""
+        if self.wait > 0:
+            return
+        try:
+            if self.pull is not None or self.due <= time.monotonic():
+                self._pull(most)
+            elif audio:
+                self._audio()
+        except NotNow as why:
+            if most == float("inf") or why.verdict.code not in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
+                self._not_now(why.verdict)
+            else:  # perhaps our own upload fills the line
+                self.pull, self.due = None, time.monotonic() + 10.0
+        except (Stopping, Lost):
+            self.pull = None
+            raise
+        except psycopg.Error as error:
+            text = f"the database refuses the settings: {error.diag.message_primary or error}"
+            self._not_now(Verdict(Fate.ASIDE, "DATABASE", text))
+        except Exception as error:
+            log.exception("a bug: the settings cannot be handled")
+            text = f"an error of serversync's own: {error!r}"
+            self._not_now(Verdict(Fate.ASIDE, "UNKNOWN", text))
+
+    def _not_now(self, verdict: Verdict) -> None:
+        """Said when it changes; never an outage of the deliveries, nor charged to them."""
+        self.pull = None
+        now = time.monotonic()
+        if verdict.code == "OVERTAKEN":
+            self.due = now
+            return
+        self.tries += 1
+        wait = max(backoff(self.tries, random.random()), verdict.retry_after or 0.0)
+        if verdict.code == "RATE_LIMITED":
+            self.agent.quiet_until = max(self.agent.quiet_until, now + wait)
+        self.due = self.audio_due = now + max(wait, self.agent.config.settings_interval)
+        reason = clean(verdict.reason, MASKING.known)
+        if self.trouble is None:
+            self.since = now
+        self.trouble = replace(verdict, reason=reason)
+        text = f"no settings now, the last good ones stay: {reason}"
+        self.repeats.say(
+            "settings", verdict.code, logging.WARNING, "settings_failed", text,
+            ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
+        )  # fmt: skip
+
+    # --- the snapshot ---------------------------------------------------------------------------
+
+    def _pull(self, most: float) -> None:
+        now = time.monotonic()
+        if self.pull is None:
+            self.began = now
+            self.whole = now - self.whole_at + self.agent.config.settings_interval > WHOLE_SEC
+            etags = {} if self.whole or self.held else self.etags
+            self.pull = Pull(self.agent.config, self.agent.frontend, self.store, etags)
+        if not self.pull.fetch(most):
+            return
+        pull, self.pull = self.pull, None
+        elapsed = 0.0 if self.finished is None else now - self.finished
+        self._finish(pull, elapsed)
+        self.finished = now
+        self.store.run(AUDIO_AGE, elapsed=elapsed)
+        self.tries, self.due = 0, self.began + self.agent.config.settings_interval
+        self.audio_due = 0.0
+        if self.trouble is not None:
+            say(logging.INFO, "recovered", f"settings: recovered after {now - self.since:.0f} s")
+            self.repeats.over("settings")
+            self.trouble = None
+
+    def _finish(self, pull: Pull, elapsed: float) -> None:
+        if pull.unchanged:
+            self.store.run(SETTINGS_SAME)
+            return
+        outcomes = pull.apply(elapsed, self.whole)
+        for outcome in outcomes:
+            self._tell(outcome)
+        well = all(not outcome.error and not outcome.held[0] for outcome in outcomes)
+        tags = {name: etag for name, etag in pull.found.items() if etag}
+        self.etags = tags if well and len(tags) == len(SOURCES) else {}
+        if self.whole:
+            self.whole_at = self.began
+            with contextlib.suppress(AudioTrouble):  # said when there is a file to be put there
+                self.audio.look()
+
+    def _tell(self, outcome: Outcome) -> None:
+        """What changed with this pull; what is as it was before is not said again."""
+        name, known = outcome.section.name, outcome.known
+        if outcome.changes:
+            text = f"settings: {name} changed: {changes_text(outcome.changes)}"
+            say(logging.INFO, "settings_changed", text, SECTION=name)
+        if outcome.skipped and outcome.remarks != known.remarks:
+            text = f"settings: {name}: {count(outcome.skipped, 'item')} skipped: "
+            say(logging.WARNING, "settings_skipped", text + remarks_text(outcome.remarks),
+                SECTION=name)  # fmt: skip
+        if outcome.error and outcome.error != known.error:
+            text = f"settings: {name} cannot be applied: {outcome.error}"
+            say(logging.WARNING, "settings_failed", text, SECTION=name)
+        self._tell_held(outcome)
+
+    def _tell_held(self, outcome: Outcome) -> None:
+        name = outcome.section.name
+        was_held = name in self.held or outcome.known.held_counts is not None
+        if outcome.held[0]:
+            why = held_text(outcome.known.counts, outcome.section.counts)
+            self.held[name] = why
+            if not was_held:
+                text = f"settings: {name} held back: {why}; if that is meant: {accept_hint(name)}"
+                say(logging.WARNING, "settings_held", text, SECTION=name)
+        elif was_held:
+            self.held.pop(name, None)
+            text = f"settings: {name} is no longer held back"
+            say(logging.INFO, "recovered", text, SECTION=name)
+
+    # --- its audio ------------------------------------------------------------------------------
+
+    def _audio(self) -> None:
+        file = self.audio.next()
+        if file is None or file.wait > 0:
+            wait = self.agent.config.settings_interval if file is None else file.wait
+            self.audio_due = time.monotonic() + wait
+            return
+        try:
+            self.audio.handle(file, self.agent.let_entries_through)
+            self.audio_tries = 0
+            self.repeats.over(f"audio {file.name}")
+        except AudioTrouble as trouble:
+            self._audio_failed(file, str(trouble))
+        except NotNow as why:  # of all files: an outage, a token
+            self._audio_failed(file, why.verdict.reason)
+            self.audio_tries += 1
+            wait = max(backoff(self.audio_tries, random.random()), why.verdict.retry_after or 1.0)
+            self.audio_due = time.monotonic() + wait
+            if why.verdict.code == "RATE_LIMITED":
+                self.agent.quiet_until = max(self.agent.quiet_until, self.audio_due)
+        finally:
+            self.agent.sees_again()
+
+    def _audio_failed(self, file: AudioFile, reason: str) -> None:
+        error = self.audio.failed(file, reason)
+        text = f"announcement audio {file.name} has to wait: {error}"
+        self.repeats.say(
+            f"audio {file.name}", error, logging.WARNING, "audio_failed", text, FILE=file.name
+        )
+
+
+def changes_text(changes: Sequence[tuple[str, str, int, Sequence[str]]]) -> str:
+    words = {"insert": "new", "update": "changed", "delete": "gone", "revive": "back again"}
+    return ", ".join(f"{table}: {number} {words[what]}" for table, what, number, _ in changes)
+
+
+def remarks_text(remarks: Sequence[Mapping[str, Any]], most: int = 3) -> str:
+    shown = [f"{each['item']}: {each['reason']}" for each in remarks[:most]]
+    rest = [f"and {len(remarks) - most} more"] if len(remarks) > most else []
+    return "; ".join([*shown, *rest])
+
+
+def held_text(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    return f"{counted(now)} came, {counted(before)} are there"
+
+
+def accept_hint(name: str) -> str:
+    return f"sudo serversync settings accept {name}"
+
+
+# ==================================================================================================
 # The agent: deliveries
 # What is sent, and what becomes of it. Results are recorded only while the lock is held.
 # ==================================================================================================
@@ -3416,6 +5122,8 @@ class Agent:
         self._heard = self._heard_between = 0
         self._looked = self._between_at = self._busy_at = 0.0
         self._probe_due = 0.0
+        self._troubled = True  # the last sentence was of trouble: it must not stay
+        self.settings = Settings(self)
 
     # --- recording results ----------------------------------------------------------------------
 
@@ -3646,6 +5354,8 @@ class Agent:
             unread = 0
             after = batch.seqs[-1]
             sent += self.deliver(batch)
+            if not self._nested_until:  # a long backlog must not keep the settings waiting
+                self.settings.step(audio=False)
             if self._closed(door) or self._nested_is_over() or (was_out and sent):
                 return sent
 
@@ -3837,6 +5547,7 @@ class Agent:
                 if self.db.notifications() != heard:
                     heard = self.db.notifications()
                     self.drain(self.entries, self.pass_entries)
+                self.settings.step()
                 if self._closed(door):  # a pause that was asked for between two of them
                     return sent
         return sent
@@ -3981,8 +5692,16 @@ class Agent:
             size=ready.size,
             seconds=now - began,
         )
-        if self._blind:
-            return
+        if self.let_entries_through():
+            with contextlib.suppress(Lost):  # noticed by the next who asks
+                self.settings.step(NESTED_SEC, audio=False)
+
+    def let_entries_through(self) -> bool:
+        """While a file travels, either way; whether it is known that they came through."""
+        self.process.check()
+        now = time.monotonic()
+        if self._blind or self._nested_until:
+            return False
         try:
             heard = self.db.notifications()
             if heard != self._heard_between or now - self._looked >= NESTED_EVERY:
@@ -3993,6 +5712,11 @@ class Agent:
             self._blind = True  # the database is settled after the upload
         finally:
             self._nested_until = 0.0
+        return not self._blind
+
+    def sees_again(self) -> None:
+        """No file travels any more."""
+        self._blind = False
 
     def _confirmed(
         self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
@@ -4127,9 +5851,20 @@ class Agent:
         self.remove_uploaded()
         self.prune()
         self._probe()
-        now = time.monotonic()
+        asked = self.settings.wait <= 0
+        self._tell(asked)
+        if asked:
+            self.settings.step()
+            self._tell(asked)
+
+    def _tell(self, asked: bool) -> None:
+        """The cycle's sentence; one that was only for the settings leaves the last one standing."""
         outages = [door.outage for door in (self.entries, self.files) if door.outage]
-        self.report(sentence_of(self.tally, outages, now))
+        sentence = sentence_of(self.tally, outages, time.monotonic())
+        trouble = self.settings.sentence
+        if not asked or trouble or sentence != IDLE or self._troubled:
+            self.report(f"{sentence}; {trouble}" if trouble else sentence)
+        self._troubled = bool(trouble or outages)
 
     def report(self, sentence: str) -> None:
         """The sentence of a cycle: the unit's status, the state file, and (debug) the journal."""
@@ -4160,6 +5895,7 @@ class Agent:
             outages=outages,
             progress=progress,
             recordings=self.probed,
+            settings=self.settings.published(),
         )
         if sentence != self.sentence and not self.is_once:
             daemon.notify(f"STATUS={sentence}")
@@ -4225,6 +5961,7 @@ class Agent:
         now = time.monotonic()
         waits = [self.interval, self.delete_due - now, self.db.optional_due - now]
         waits += [self.prune_due - now] if self.config.retention_days else []
+        waits += [self.settings.wait]
         quiet = self.quiet_until
         waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
         waits += [quiet - now] if quiet > now else []
@@ -4292,6 +6029,7 @@ class Agent:
             if door.outage:
                 door.outage.due = 0.0  # perhaps this was the cure
         self.delete_due = 0.0
+        self.settings.use()
 
     def serve(self) -> int:
         """`run`: until a signal asks for the end."""
@@ -4456,6 +6194,25 @@ select json_agg(json_build_object('at', s.at, 'entries', coalesce(t.entries, 0),
 from (select at, coalesce((sum(step) over (order by at))::bigint, 0) as backlog
       from slots left join steps using (at)) s
 left join sent t using (at)
+"""
+# What came back from the frontend, and the announcements' audio.
+SETTINGS_VIEW: Final = """
+select json_build_object(
+    'sections', (
+        select json_agg(json_build_object('section', section, 'items', counts,
+                   'skipped', skipped, 'remarks', remarks, 'held', held_counts,
+                   'held_times', held_times, 'held_seconds', held_seconds, 'error', error,
+                   'pulled_at', pulled_at, 'changed_at', changed_at) order by position)
+        from serversync.settings),
+    'audio', (
+        select json_build_object(
+            'files', count(*) filter (where fetched is not null and unwanted is null),
+            'waiting', count(*) filter (where unwanted is null
+                                          and fetched is distinct from version),
+            'problems', coalesce(json_object_agg(name, error order by name)
+                                     filter (where error is not null and n <= 20), '{}'))
+        from (select *, row_number() over (partition by error is null order by name) as n
+              from serversync.audio_files) f))
 """
 COUNTERS: Final = "select name, label, value from serversync.counters"
 TOPICS: Final = """
@@ -4704,6 +6461,17 @@ class Desk:
         finally:
             self._relax()
 
+    @contextlib.contextmanager
+    def session(self) -> Iterator[psycopg.Connection[Any]]:
+        """The connection for several statements."""
+        self._listen_for(DB_DEADLINE)
+        try:
+            yield self.conn
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            raise Unavailable(SCHEMA_MISSING) from None
+        finally:
+            self._relax()
+
     def _relax(self) -> None:
         """Between two statements silence is no fault; within a transaction a COMMIT follows."""
         if self._silence is not None and not self.conn.info.transaction_status:
@@ -4736,6 +6504,8 @@ _STATE: Final[dict[str, Any]] = {
     "pid": int, "since": _TIME, "at": _TIME, "sentence": str, "standby": bool, "listening": bool,
     "inflight": int, "outages": list, "progress": (dict, NoneType), "recordings": (dict, NoneType),
 }  # fmt: skip
+_SETTINGS: Final = {"trouble": (dict, NoneType), "held": dict}
+_TROUBLE: Final = {"code": str, "reason": str, "since": _TIME}
 _OUTAGE: Final = {"endpoint": str, "code": str, "reason": str, "since": _TIME, "due": _TIME}
 _PROBED: Final = {"directory": str, "problems": list}
 
@@ -4746,7 +6516,7 @@ def is_like(value: Any, shape: Mapping[str, Any]) -> bool:
         return False
     return all(
         isinstance(value[key], kind)
-        and (not isinstance(value[key], _TIME) or 0 <= value[key] < 1e12)
+        and (not isinstance(value[key], _TIME) or -1e9 < value[key] < 2e11)
         for key, kind in shape.items()
     )
 
@@ -4754,7 +6524,7 @@ def is_like(value: Any, shape: Mapping[str, Any]) -> bool:
 def is_state(state: Any) -> bool:
     if not is_like(state, _STATE):
         return False
-    progress, probed = state["progress"], state["recordings"]
+    progress, probed, settings = state["progress"], state["recordings"], state.get("settings")
     kind = str((progress or {}).get("kind"))
     problems = (probed or {}).get("problems") or []
     return (
@@ -4762,6 +6532,8 @@ def is_state(state: Any) -> bool:
         and (not progress or (kind in _PROGRESS and is_like(progress, _PROGRESS[kind])))
         and (not probed or is_like(probed, _PROBED))
         and all(isinstance(problem, str) for problem in problems)
+        and (settings is None or is_like(settings, _SETTINGS))
+        and (not settings or not settings["trouble"] or is_like(settings["trouble"], _TROUBLE))
     )
 
 
@@ -4786,11 +6558,12 @@ def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
     """All there is to see, of the database, the agent's state file and the disk."""
     state = read_state(environ)
     seen: dict[str, Any] = {"outbox": None, "recordings": {}, "dead_letters": None}
-    seen |= {"deliveries": None, "locked": False}
+    seen |= {"deliveries": None, "locked": False, "settings": {"sections": [], "audio": None}}
     error = None
     try:
         with Desk(config, "status") as desk:
             seen |= desk.run(SURVEY, key=LOCK_KEY)[0][0]
+            seen["settings"] = desk.run(SETTINGS_VIEW)[0][0]
     except (Unavailable, psycopg.Error) as met:
         error = clean(" ".join(str(met).split()), MASKING.known)
     state = state or {}
@@ -4819,12 +6592,23 @@ def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
         ],
         "dead_letters": seen["dead_letters"],
         "deliveries": seen["deliveries"],
+        "settings": {
+            "interval": config.settings_interval,
+            "trouble": settings_trouble(state),
+            **seen["settings"],
+        },
         "progress": progress_of(state, seen["outbox"]),
         "checks": {
             "recordings": (state.get("recordings") or {}).get("problems"),
             "listening": state.get("listening"),
         },
     }
+
+
+def settings_trouble(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Why the running agent gets no settings."""
+    trouble: dict[str, Any] | None = (state.get("settings") or {}).get("trouble")
+    return trouble and trouble | {"since": iso(trouble["since"])}
 
 
 def iso(at: float | None) -> str | None:
@@ -5054,7 +6838,7 @@ def delete_letter(desk: Desk, name: str) -> dict[str, Any]:
 
 # ==================================================================================================
 # Metrics
-# Prometheus text of what survey() saw and the counters counted. What is not known is left out: a 0
+# Prometheus text of what survey() saw and the counters counted. What is not known is skipped: a 0
 # would be a lie, and for a counter a restart.
 # ==================================================================================================
 
@@ -5081,6 +6865,21 @@ METRICS: Final = (
     ("serversync_recordings_bytes", "gauge", "What is in the recordings directory."),
     ("serversync_disk_free_bytes", "gauge", "Free space where the recordings are."),
     ("serversync_disk_size_bytes", "gauge", "All space where the recordings are."),
+    (
+        "serversync_settings_last_pull_timestamp_seconds",
+        "gauge",
+        "When the frontend last gave its settings.",
+    ),
+    ("serversync_settings_failing", "gauge", "Whether the agent gets no settings now."),
+    ("serversync_settings_items", "gauge", "What was applied last, by its kind."),
+    (
+        "serversync_settings_skipped",
+        "gauge",
+        "Items of the last answer that were skipped, by section.",
+    ),
+    ("serversync_settings_held", "gauge", "Whether a section is held back: too much was gone."),
+    ("serversync_settings_refused", "gauge", "Whether a section could not be applied."),
+    ("serversync_settings_audio_waiting", "gauge", "Announcements' audio still to be fetched."),
     ("serversync_upload_bytes_total", "counter", "Bytes of confirmed uploads."),
     ("outbox_inflight", "gauge", "Entries and files in the request under way."),
     ("outbox_dequeue_total", "counter", "Entries taken from the queue, by what became of them."),
@@ -5102,7 +6901,7 @@ Samples = Mapping[str, float | None]  # what follows the name (suffix and labels
 
 def metrics_text(view: dict[str, Any], counts: dict[tuple[str, str], float]) -> str:
     """All metrics that are known, in the text format 0.0.4."""
-    samples = _of_agent(view) | _of_work(view)
+    samples = _of_agent(view) | _of_work(view) | _of_settings(view)
     if view["database"]["ok"]:
         samples |= _counters(counts)
     lines = []
@@ -5173,6 +6972,29 @@ def _of_work(view: Mapping[str, Any]) -> dict[str, Samples]:
         "serversync_disk_free_bytes": {"": recordings.get("disk_free")},
         "serversync_disk_size_bytes": {"": recordings.get("disk_total")},
     }
+
+
+def _of_settings(view: Mapping[str, Any]) -> dict[str, Samples]:
+    """Nothing where none were ever pulled."""
+    settings = view["settings"]
+    sections = [each for each in settings["sections"] if each["pulled_at"]]
+    if not sections:
+        return {}
+    items = {word: number for each in sections for word, number in each["items"].items()}
+    by_name = {each["section"]: each for each in sections}
+    last = max(str(each["pulled_at"]) for each in sections)
+    found: dict[str, Samples] = {
+        "serversync_settings_last_pull_timestamp_seconds": {"": _seconds(last)},
+        "serversync_settings_items": labelled("kind", items),
+        "serversync_settings_audio_waiting": {"": settings["audio"]["waiting"]},
+    }
+    for name, key in (("skipped", "skipped"), ("held", "held"), ("refused", "error")):
+        values = {section: float(each[key] or 0) if key == "skipped" else bool(each[key])
+                  for section, each in by_name.items()}  # fmt: skip
+        found[f"serversync_settings_{name}"] = labelled("section", values)
+    if view["agent"]["pid"] and view["agent"]["state"] == "running":
+        found["serversync_settings_failing"] = {"": settings["trouble"] is not None}
+    return found
 
 
 def _counters(counts: Mapping[tuple[str, str], float]) -> dict[str, Samples]:
@@ -5262,9 +7084,26 @@ with role as (
            format('grant select, update (upload_status, s3_url) on %%s to %%I', t.oid::regclass,
                   r.name) from role r, other t where t.relname = 'recordings'
     union all
-    select 8, 'system_settings', has_table_privilege(r.oid, t.oid, 'select'),
-           format('grant select on %%s to %%I', t.oid::regclass, r.name)
-    from role r, other t where t.relname = 'system_settings'
+    select 8, 'system_settings', has_table_privilege(r.oid, t.oid, 'select')
+               and bool_and(has_column_privilege(r.oid, t.oid, a.attnum, 'update')),
+           format('grant select, update (%%s) on %%s to %%I', string_agg(a.attname, ', '),
+                  t.oid::regclass, r.name)
+    from role r, other t join pg_attribute a on a.attrelid = t.oid
+    where t.relname = 'system_settings' and a.attname in ('extra', 'updated_at')
+    group by r.oid, r.name, t.oid
+    union all
+    select 8, t.relname, (
+               select bool_and(has_table_privilege(r.oid, t.oid, w)) from unnest(n.rights) w),
+           format('grant %%s on %%s to %%I', array_to_string(n.rights, ', '), t.oid::regclass,
+                  r.name)
+    from role r, other t join (
+        values ('registered_numbers', '{select,insert,update}'::text[]),
+               ('call_action_rules', '{select,insert,update,delete}'),
+               ('announcements', '{select,insert,update,delete}'),
+               ('ivr_flows', '{select,insert,update,delete}'),
+               ('ivr_nodes', '{select,insert,update,delete}'),
+               ('ivr_transitions', '{select,insert,update,delete}')) n (name, rights)
+        on n.name = t.relname
     union all
     select 9, 'schema serversync', exists (
                select from pg_namespace n where n.nspname = 'serversync'
@@ -5296,7 +7135,7 @@ with role as (
            format('create trigger serversync_wake after insert on %%s for each statement '
                   'execute function serversync.wake()', name) from outbox o
 )
-select number, name, coalesce(done, false), sql from steps order by number
+select number, name, coalesce(done, false), sql from steps order by number, name
 """
 # The one schema that holds the outbox, for a session that may not have it in its search_path.
 OUTBOX_SCHEMA: Final = """
@@ -5425,6 +7264,7 @@ def _status_rows(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield from _status_counts(view)
     yield from _status_recordings(view["recordings"])
+    yield from _status_settings(view["settings"])
     yield from _status_progress(view["progress"])
 
 
@@ -5468,6 +7308,33 @@ def _status_recordings(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         words.append("" if size is None else f"{human(size)} on the disk")
         words.append(f"{human(found['disk_free'])} of {human(found['disk_total'])} free")
     yield "recordings", ", ".join(filter(None, words))
+
+
+def _status_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    sections = [each for each in settings["sections"] if each["pulled_at"]]
+    if not settings["interval"] or not (sections or settings["trouble"]):
+        return
+    words = ["never pulled yet"]
+    if sections:
+        items = {word: number for each in sections for word, number in each["items"].items()}
+        ago = since(max(str(each["pulled_at"]) for each in sections))
+        words = [f"last pull {ago} ago", counted(items) or "nothing applied yet"]
+        skipped = sum(each["skipped"] for each in sections)
+        words += [paint("warn", f"{skipped} skipped")] if skipped else []
+        waiting = settings["audio"]["waiting"]
+        words += [f"{count(waiting, 'audio file')} to fetch"] if waiting else []
+    yield "settings", "; ".join(words)
+    for each in sections:
+        if each["held"]:
+            why = held_text(each["items"], each["held"])
+            hint = accept_hint(each["section"])
+            yield "", paint("bad", f"{each['section']} held back: {why}: {hint}")
+        if each["error"]:
+            yield "", paint("bad", f"{each['section']} cannot be applied: {each['error']}")
+    if settings["trouble"]:
+        trouble = settings["trouble"]
+        text = f"none for {since(trouble['since'])}: {trouble['reason']}"
+        yield "", paint("bad", text)
 
 
 def _status_progress(progress: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -5705,6 +7572,134 @@ def do_enqueue(config: Config, arguments: argparse.Namespace, environ: Mapping[s
         desk.run("notify serversync")
     to_stdout(as_json({"seq": seq}) if arguments.json else f"{seq}")
     return EX_OK
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def do_settings(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    if arguments.action == "accept":
+        with Desk(config, "settings") as desk:
+            if not desk.run(SETTINGS_ACCEPT, section=arguments.section):
+                raise Refused("conflict", f"{arguments.section} is not held back")
+        if not arguments.json:
+            to_stdout(f"{arguments.section} may be as small as that now; this pull, or the next:")
+        arguments.dry_run = False
+    if arguments.action in ("pull", "accept"):
+        return _settings_pull(config, arguments, environ)
+    with Desk(config, "settings") as desk:
+        view = desk.run(SETTINGS_VIEW)[0][0]
+    to_stdout(as_json(view) if arguments.json else _settings_screen(view))
+    return EX_OK
+
+
+def _settings_screen(view: Mapping[str, Any]) -> str:
+    rows, remarks = [], []
+    for each in view["sections"]:
+        name, state = each["section"], "applied" if each["changed_at"] else "-"
+        if each["held"]:
+            state = f"held back: {held_text(each['items'], each['held'])}"
+        state = each["error"] or state
+        times = [
+            f"{since(at)} ago" if at else "never" for at in (each["pulled_at"], each["changed_at"])
+        ]
+        rows.append([name, counted(each["items"]), each["skipped"], *times, state])
+        for remark in each["remarks"]:
+            what = "skipped" if remark["skipped"] else "mended"
+            remarks.append([name, what, remark["item"], remark["reason"]])
+    header = ["SECTION", "ITEMS", "SKIPPED", "LAST PULL", "LAST CHANGE", "STATE"]
+    screen = [table(header, rows)]
+    if remarks:
+        screen += ["", table(["SECTION", "", "ITEM", "REASON"], remarks)]
+    audio = view["audio"]
+    text = f"announcement audio: {count(audio['files'], 'file')}, {audio['waiting']} to fetch"
+    screen += ["", text, *(f"  {n}: {why}" for n, why in audio["problems"].items())]
+    return clean("\n".join(screen), MASKING.known, 1 << 20, lines=True)
+
+
+def _settings_pull(
+    config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> int:
+    """By the command itself, whether an agent runs or not: what is applied is one short
+    transaction, and of two pulls the one that began earlier begins anew."""
+    process = Process(environ)
+    process.install()
+    frontend = Frontend(config, process)
+    really = not arguments.dry_run
+    try:
+        with Desk(config, "settings") as desk:
+            store = SettingsStore(desk.session)
+            outcomes = pull_now(config, frontend, store, really)
+            to_stdout(_pull_shown(outcomes, arguments))
+            if really:
+                _audio_now(Audio(frontend, store, config.announcements_dir), process)
+    except NotNow as why:
+        raise Unavailable(f"no settings now, the last good ones stay: {why}") from None
+    except Stopping:
+        return EX_TEMPFAIL
+    finally:
+        frontend.close()
+    well = all(not outcome.held[0] and not outcome.error for outcome in outcomes)
+    return EX_OK if well else EX_PERSON
+
+
+def pull_now(
+    config: Config, frontend: Frontend, store: SettingsStore, really: bool
+) -> list[Outcome]:
+    for _ in range(5):
+        pull = Pull(config, frontend, store, {})
+        while not pull.fetch():
+            pass
+        try:
+            return pull.apply(really=really, most=1000)
+        except NotNow as why:
+            overtaken = why
+    raise overtaken
+
+
+def _audio_now(audio: Audio, process: Process) -> None:
+    """All that is due, one after the other; what the agent does meanwhile does no harm."""
+    with contextlib.suppress(AudioTrouble):
+        audio.look()
+    while (file := audio.next()) is not None and file.wait <= 0:
+        process.check()
+        try:
+            audio.handle(file, process.check)
+        except AudioTrouble as trouble:
+            to_stdout(f"{file.name}: {audio.failed(file, str(trouble))}")
+        except NotNow as why:
+            to_stdout(f"{file.name}: {audio.failed(file, str(why))}")
+            return
+
+
+def _pull_shown(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> str:
+    """What was changed, or (--dry-run) would be."""
+    if arguments.json:
+        shown = [
+            {"section": each.section.name, "items": each.section.counts, "held": each.held[0]}
+            | {"skipped": each.skipped, "remarks": each.remarks, "error": each.error or None}
+            | {"changes": [dict(zip(("table", "action", "count", "items"), change, strict=True))
+                           for change in each.changes]}
+            for each in outcomes
+        ]  # fmt: skip
+        return as_json({"dry_run": arguments.dry_run, "sections": shown})
+    rows, notes = [], []
+    for each in outcomes:
+        name = each.section.name
+        for where, what, number, labels_ in each.changes:
+            rows += [[name, where, what, label] for label in labels_]
+            if number > len(labels_):
+                rows.append([name, where, what, f"and {number - len(labels_)} more"])
+        if each.held[0]:
+            why = held_text(each.known.counts, each.section.counts)
+            notes.append(f"{name} held back: {why}; if that is meant: {accept_hint(name)}")
+        if each.error:
+            notes.append(f"{name} cannot be applied: {each.error}")
+        if each.skipped:
+            notes.append(f"{name}: {each.skipped} skipped: {remarks_text(each.remarks, 20)}")
+    nothing = "nothing would change" if arguments.dry_run else "nothing to change"
+    changed = table(["SECTION", "TABLE", "CHANGE", "ITEM"], rows) if rows else nothing
+    return clean("\n".join([changed, *notes]), MASKING.known, 1 << 20, lines=True)
 
 
 def do_metrics(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -6397,6 +8392,36 @@ class Doctor:
                 yield "warning", text, f"curl -sSI {shlex.quote(mask(url))}  # as its users would"
         return "the last one can be reached from outside, or there is none"
 
+    def settings(self) -> Findings:
+        view, directory = self.view["settings"], self.config.announcements_dir
+        if not self.config.settings_interval:
+            raise Skip("FRONTEND_SYNC_INTERVAL_SEC is 0: they are not pulled")
+        for why in SettingsStore(self.ledger.session).missing().values():
+            rights = "sudo serversync setup" if "setup" in why else r"\d"
+            yield "warning", f"{why.partition(': run')[0]}: it stays as it is", rights
+        if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+            text = f"user {os.geteuid()} cannot write announcements' audio to {directory}"
+            hint = setup_hint(self.config.recordings_dir)
+            yield "warning", text, f"{hint} --announcements {shlex.quote(directory)}"
+        for each in view["sections"]:
+            name = each["section"]
+            if each["held"]:
+                text = f"{name} is held back: {held_text(each['items'], each['held'])}"
+                yield "failed", text, f"serversync settings; {accept_hint(name)}"
+            if each["error"]:
+                text = f"{name} cannot be applied: {each['error']}"
+                yield "warning", text, "serversync settings pull --dry-run"
+            if each["skipped"]:
+                text = f"{name}: {count(each['skipped'], 'item')} skipped: "
+                yield "warning", text + remarks_text(each["remarks"]), "serversync settings"
+        for name, why in ((view["audio"] or {}).get("problems") or {}).items():
+            yield "warning", f"announcement audio {name}: {why}", "serversync settings"
+        if view["trouble"]:
+            text = f"none since {view['trouble']['since']}: {view['trouble']['reason']}"
+            yield "failed", text, "serversync settings pull --dry-run"
+        pulled = max((str(each["pulled_at"] or "") for each in view["sections"]), default="")
+        return f"last pull {since(pulled)} ago" if pulled else "none were pulled yet"
+
     # --- the agent and its machine --------------------------------------------------------------
 
     def agent(self) -> Findings:
@@ -6469,8 +8494,8 @@ CHECKS: Final = (
     Doctor.configuration, Doctor.database, Doctor.rights, Doctor.schema, Doctor.index,
     Doctor.trigger, Doctor.notify, Doctor.frontend, Doctor.token, Doctor.certificate, Doctor.clock,
     Doctor.recordings, Doctor.orphans, Doctor.missing_files, Doctor.deletions, Doctor.disk,
-    Doctor.arrivals, Doctor.file_urls, Doctor.agent, Doctor.unit, Doctor.memory_cgroup,
-    Doctor.outage, Doctor.backlog, Doctor.dead_letters,
+    Doctor.arrivals, Doctor.file_urls, Doctor.settings, Doctor.agent, Doctor.unit,
+    Doctor.memory_cgroup, Doctor.outage, Doctor.backlog, Doctor.dead_letters,
 )  # fmt: skip
 
 
@@ -7744,6 +9769,8 @@ def build_parser() -> Parser:
         type=_of(_number(0.001, 36500)),
         help="instead of SYNC_RETENTION_DAYS",
     )
+    settings = add("settings", "what came back from the frontend", "--json")
+    _add_settings(settings)
     add("metrics", "print the metrics, as Prometheus reads them")
     admin = add("admin", "answer HTTP requests: status page, dead letters, metrics, health")
     where = f"ADDRESS:PORT or the path of a Unix socket; default: {ADMIN_LISTEN}"
@@ -7783,6 +9810,18 @@ def _add_dlq(dlq: Parser) -> None:
     delete.add_argument("ids", metavar="ID", nargs="+", type=_uuid)
 
 
+def _add_settings(settings: Parser) -> None:
+    add = partial(_add, settings.add_subparsers(dest="action", metavar="ACTION"))
+    pull = add("pull", "fetch and apply them now")
+    pull.add_argument("--dry-run", action="store_true", help="only show what would change")
+    accept = add("accept", "apply a section that was held back, because so much of it was gone")
+    accept.add_argument("section", metavar="SECTION", choices=tuple(SOURCES), help="its name")
+    for action in (pull, accept):  # also before the action: no default may hide it
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help=SHARED["--json"]
+        )
+
+
 COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str]], int]]] = {
     "status": do_status,
     "setup": do_setup,
@@ -7790,6 +9829,7 @@ COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str
     "dlq": do_dlq,
     "replay": do_replay,
     "prune": do_prune,
+    "settings": do_settings,
     "metrics": do_metrics,
 }
 

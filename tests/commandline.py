@@ -34,6 +34,12 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return {}
 
 
+def words(parser: argparse.ArgumentParser) -> set[str]:
+    """What may come first: an action, or one of few names."""
+    operands = (action for action in parser._actions if not action.option_strings)
+    return {str(word) for action in operands for word in action.choices or ()}
+
+
 def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Those that --help shows, by their long names."""
     return {
@@ -45,18 +51,25 @@ def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def synopses() -> Synopses:
-    """What each command takes, but for what all of them do."""
+    """What each command takes, but for what all of them do. One with actions may stand alone."""
     return {
         name: sorted([*_operands(parser), *_options(parser)])
         for name, parser in parsers().items()
-        if not subcommands(parser)
+        if not _wants_more(parser)
     }
+
+
+def _wants_more(parser: argparse.ArgumentParser) -> bool:
+    return any(
+        isinstance(action, argparse._SubParsersAction) and action.required
+        for action in parser._actions
+    )
 
 
 def _operands(parser: argparse.ArgumentParser) -> Iterator[str]:
     shapes: dict[Any, str] = {None: "{}", "?": "[{}]", "+": "{}…"}
     for action in parser._actions:
-        if not action.option_strings:
+        if not action.option_strings and not isinstance(action, argparse._SubParsersAction):
             yield shapes[action.nargs].format(action.metavar)
 
 

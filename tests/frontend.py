@@ -97,6 +97,7 @@ class Reply:
     reset: bool = False  # a TCP reset and no answer
     stall: float = 0.0  # seconds without any answer, then the end of the connection
     trickle: float = 0.0  # seconds for each byte of the answer
+    pace: float = 0.0  # seconds after each 64 KiB of a streamed file
     half: bool = False  # the head with half of the body, then the end of the connection
     raw: bytes | None = None  # these bytes instead of an HTTP answer, then the end
     close: bool = False  # end the connection after the answer without having announced it
@@ -394,6 +395,8 @@ class _Connection(threading.Thread):
             request.finished = time.monotonic()
         for data in self._render(reply, request):
             self._write(data, reply.trickle)
+            if reply.pace:
+                self.pause(reply.pace)
         return not reply.ends_connection
 
     def _write(self, data: bytes, seconds_per_byte: float) -> None:

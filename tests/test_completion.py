@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent import REPOSITORY
-from commandline import options, parsers, subcommands
+from commandline import options, parsers, words
 
 COMPLETION = REPOSITORY / "packaging" / "debian" / "serversync.bash-completion"
 # As readline does: the words so far, the last one being typed, and then the registered function.
@@ -38,7 +38,7 @@ def complete(*words: str, cwd: Path | None = None) -> list[str]:
 def test_a_command_is_completed_with_all_that_it_takes_and_nothing_else(command: str) -> None:
     parser = parsers()[command]
 
-    assert sorted(complete(*command.split(), "")) == sorted(subcommands(parser))
+    assert sorted(complete(*command.split(), "")) == sorted(words(parser))
     assert sorted(complete(*command.split(), "--")) == sorted(options(parser))
 
 
@@ -53,7 +53,7 @@ def test_the_value_of_an_option_is_never_taken_for_a_command() -> None:
             assert sorted(complete(*joined, "--")) == sorted(options(parser)), joined
             for begun in ([""], ["--"], ["="], ["=", ""]):
                 offered = set(complete(*before, *begun))
-                assert not offered & {*options(parser), *subcommands(parser)}, (before, begun)
+                assert not offered & {*options(parser), *words(parser)}, (before, begun)
 
 
 def test_a_word_that_is_begun_is_completed() -> None:
@@ -68,8 +68,8 @@ def test_files_directories_and_users_are_offered_where_they_are_wanted(tmp_path:
     (tmp_path / "box.env").touch()
     (tmp_path / "boxes").mkdir()
 
-    for words in (["--env-file"], ["--env-file", "="], ["admin", "--listen"]):
-        assert sorted(complete(*words, "bo", cwd=tmp_path)) == ["box.env", "boxes"]
+    for before in (["--env-file"], ["--env-file", "="], ["admin", "--listen"]):
+        assert sorted(complete(*before, "bo", cwd=tmp_path)) == ["box.env", "boxes"]
     assert sorted(complete("--env-file", "=", cwd=tmp_path)) == ["box.env", "boxes"]
     for option in ("--recordings", "--announcements"):
         assert complete("setup", option, "bo", cwd=tmp_path) == ["boxes"]

@@ -184,6 +184,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
         ["INFO", "verbose", "10", "critical"],
     ),
     "FRONTEND_SYNC_INTERVAL_SEC": (60, [("0", 0), ("3600", 3600)], ["-1", "off", "86401"]),
+    "SYNC_LOCAL_NUMBERS": ("keep", [("replace", "replace")], ["delete", "KEEP", "1"]),
     "SYNC_ANNOUNCEMENTS_DIR": (
         "/opt/virtual-voicebot/data/announcements",
         [("/srv/a", "/srv/a")],

@@ -14,11 +14,12 @@ import pytest
 
 import serversync
 from agent import REPOSITORY, AgentFactory, agent_env, run_once
-from backend import Backend
+from backend import Backend, write_wav
 from commandline import options, parsers, read_synopses, synopses
 from frontend import Frontend, Reply
 from ledger import dead_letters
 from pg import Database
+from settings import AUDIO, example
 from waiting import wait_until
 
 README = (REPOSITORY / "README.md").read_text()
@@ -394,7 +395,8 @@ def test_the_screens_of_the_readme_are_what_the_commands_print(
     backend.end_call(seconds=300)
     wait_until(lambda: (running.state()["progress"] or {}).get("bytes"), what="an upload")
     shown = sessions(section("Operating"))
-    shown = [(command, said) for command, said in shown if "doctor" not in command]
+    elsewhere = re.compile("doctor|settings")
+    shown = [(command, said) for command, said in shown if not elsewhere.search(command)]
 
     assert len(shown) == 4
     for command, said in shown:
@@ -406,6 +408,25 @@ def test_the_screens_of_the_readme_are_what_the_commands_print(
         if "dlq list" in command:  # and then, as the README says
             assert agent.once("dlq", "retry-all").returncode == 0
             wait_until(lambda: dead_letters(db)[seq]["status"] == "RESOLVED", 60, "delivery")
+
+
+def test_the_settings_of_the_readme_are_shown_as_it_shows_them(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    wanted = example()
+    wanted.groups[0]["phoneNumbers"].append("110")
+    for number, each in enumerate(wanted.announcements):
+        each["audioFileUrl"] = f"{AUDIO}{number}.wav"
+        path = backend.directory / "sound.wav"
+        write_wav(path, 0.1)
+        frontend.pages[each["audioFileUrl"]] = path.read_bytes()
+    wanted.serve(frontend)
+    assert agent.once().returncode == 0
+    assert agent.once("settings", "pull").returncode == 0
+    ((command, said),) = sessions(section("Settings: what comes back"))
+
+    assert command == "sudo serversync settings"
+    assert shape(agent.once("settings").stdout) == shape(said)
 
 
 def test_the_checks_of_the_doctor_are_documented_and_shown_as_it_shows_them() -> None:

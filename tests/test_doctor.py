@@ -48,6 +48,7 @@ NAMES = [
     "disk",
     "arrivals",
     "file urls",
+    "settings",
     "agent",
     "unit",
     "memory cgroup",

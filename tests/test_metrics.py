@@ -19,6 +19,7 @@ from backend import Backend
 from frontend import Frontend, Reply
 from ledger import hold, let_days_pass, let_hours_pass
 from pg import Database
+from settings import example, sections
 from waiting import wait_until
 
 RULES = REPOSITORY / "packaging" / "prometheus" / "serversync.rules.yml"
@@ -117,7 +118,9 @@ def check(promtool: str, *args: str | Path, stdin: str = "") -> str:
 def a_bit_of_everything(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> Agent:
-    """Deliveries, a retry, a death and a deletion that fails; then an agent that still runs."""
+    """Deliveries, a retry, a death and a deletion that fails; then an agent that still runs, and
+    has pulled the settings."""
+    example().serve(frontend)
     backend.enqueue_many(5)
     bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
     frontend.poison[bad] = Reply(500)
@@ -128,8 +131,9 @@ def a_bit_of_everything(
     (backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
     assert agent.once().returncode == 1
     hold(db)
-    running = agent()
+    running = agent(FRONTEND_SYNC_INTERVAL_SEC=60)
     running.wait_sentence("idle")
+    wait_until(lambda: all(row["pulled_at"] for row in sections(db).values()), what="the settings")
     return running
 
 

@@ -167,7 +167,9 @@ def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothi
             "DROP TABLE sync_outbox",
             "UPDATE recordings SET file_path = ''",
             "DELETE FROM recordings",
-            "UPDATE system_settings SET extra = '{}'",
+            "UPDATE system_settings SET id = 2",
+            "DELETE FROM system_settings",
+            "DELETE FROM registered_numbers",
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 poor.execute(statement)

@@ -41,6 +41,7 @@ SHAPE = {
     },
     "dead_letters": {"PENDING", "RETRYING", "RESOLVED", "DEAD"},
     "deliveries": {"last_success_at", "hour", "day"},
+    "settings": {"interval", "trouble", "sections", "audio"},
     "checks": {"recordings", "listening"},
 }
 
