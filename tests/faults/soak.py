@@ -87,6 +87,8 @@ DEAD = """
 RECORDING_SEC = 20.0
 BUSY_SEC = 2.0
 UNNOTICED_SEC = 5.0
+# When a stop ends what blocks, the request or the recording of its answer: after SIGTERM.
+STOP_SEC = (0.8, 2.0)
 
 
 @dataclass
@@ -901,6 +903,9 @@ class Soak:
             return "after an answer that was lost or is not the contract's"
         if device.killed_at is not None and start <= device.killed_at <= again:
             return "after a kill before the answer was written down"
+        stop = device.terminated_at
+        if stop is not None and start <= stop + STOP_SEC[1] and stop + STOP_SEC[0] <= again:
+            return "after a stop that could not wait until the answer was written down"
         if self.frontend_spells.overlaps(start, end + 0.3):
             return "after the network to the frontend broke"
         if self.database_spells.overlaps(start, soon) or device.fenced:
