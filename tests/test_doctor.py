@@ -170,7 +170,7 @@ def test_a_healthy_installation_is_well(
 
     assert report.code == 0, report
     assert set(report.named("failed") + report.named("warning")) <= MACHINE, report
-    assert set(report.named("skipped")) <= {"certificate", "unit"}, report
+    assert set(report.named("skipped")) <= {"certificate", "settings", "unit"}, report
     report.expect("agent", "ok", "running since")
     report.expect("recordings", "ok", "as the running agent sees it")
     assert {request.method for request in frontend.of_kind("other")} == {"GET"}

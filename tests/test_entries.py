@@ -347,7 +347,7 @@ def test_a_large_entry_goes_alone_and_in_slices(
     before = running.rss_peak_kib()
     text = '\u30c6\u30b9\u30c8 "\U0001f4de" ' * (7 * 1024 * 1024 // 17)
     seqs = insert(db, [("a", 1), ("b", {"text": text}), ("c", {"text": text[:50]})])
-    frontend.wait(lambda: len(frontend.entries) == 4)
+    frontend.wait(lambda: len(frontend.entries) == 4, timeout=60)
     assert frontend.seqs()[1:] == seqs
     requests = frontend.requests[1:]
     assert [len(request.entries) for request in requests] == [1, 1, 1]
