@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from agent import PROGRAM, PYTHON, REPOSITORY, Agent, agent_env
 from backend import Backend, Call
 from pg import Cluster, Database
+from settings import PATHS, Desired, group, rule
 from waiting import wait_until
 
 DELETE_AFTER = 2
@@ -76,6 +78,7 @@ class Remote:
             [
                 *(sys.executable, "-B", str(REPOSITORY / "tests" / "frontend.py")),
                 *("--dir", str(self.directory), "--port", str(self.port)),
+                *(f"--page={path}" for path in PATHS.values()),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -91,6 +94,14 @@ class Remote:
             self.process.terminate()
             self.process.communicate()
             self.process = None
+
+    def people_want(self, desired: Desired) -> None:
+        """What it answers from now on, when it is asked for the settings."""
+        for name, answer in desired.answers.items():
+            page = self.directory / "pages" / PATHS[name].removeprefix("/")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.with_suffix(".new").write_text(json.dumps(answer))
+            page.with_suffix(".new").rename(page)
 
     def entries(self) -> list[dict[str, Any]]:
         """What it was given, in the order in which it came."""
@@ -180,6 +191,7 @@ class Tour:
         self.files_on_both_sides()
         self.directories_go()
         self.a_call_while_it_runs()
+        self.settings_come_back()
         self.frontend_down_and_up()
         self.the_end()
 
@@ -200,6 +212,7 @@ class Tour:
         self.things.callback(self.db.close)
         self.say(f"PostgreSQL {self.db.value('show server_version')}, port {self.cluster.port}")
         self.remote = Remote(top / "frontend")
+        self.remote.people_want(Desired())
         self.things.callback(self.remote.stop)
         self.start_frontend()
         self.backend = Backend(self.db, top / "backend")
@@ -251,6 +264,7 @@ class Tour:
             FRONTEND_BASE_URL=self.remote.url,
             SYNC_DELETE_AFTER_SEC=DELETE_AFTER,
             SYNC_DEVICE_ID="the-tour",
+            FRONTEND_SYNC_INTERVAL_SEC=1,
         )
         started = time.monotonic()
         with self.signals.held():
@@ -333,6 +347,20 @@ class Tour:
             wait_until(lambda: condition() or not self.agent.running, PATIENCE)
         if not condition():
             raise NotSo("a call that ends while the agent runs arrives")
+
+    def settings_come_back(self) -> None:
+        self.heading("People change settings in the frontend")
+        friends = group("03-1234-5678", "０９０１２３４５６７８", "110", name="friends")
+        deny = rule("not the friends", callerGroupId=friends["id"], actionType="deny")
+        self.remote.people_want(Desired([friends], [deny]))
+        query = "select phone_number, group_name from registered_numbers order by 1"
+        self.wait(lambda: len(self.db.rows(query)) == 2, "two numbers reach the backend's table")
+        for number, name in self.db.rows(query):
+            self.say(f"{number}  {name}")
+        rules = self.db.rows("select name, action_type from call_action_rules")
+        self.check(rules == [(deny["name"], "deny")], "and a rule for them")
+        self.wait(lambda: self.agent.lines("skipped"), "110 is no number: it is skipped, and said")
+        self.log()
 
     def frontend_down_and_up(self) -> None:
         self.heading("The frontend goes down, calls end, it comes up again")

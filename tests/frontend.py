@@ -735,11 +735,22 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, required=True, help="where entries and files go")
     parser.add_argument("--port", type=int, default=0, help="default: any free one")
     parser.add_argument("--token", help="the bearer token to insist on")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a path that it answers with the file of that path below DIR/pages",
+    )
     options = parser.parse_args()
     # Blocked before any thread starts, so that only sigwait() gets them.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     frontend = Frontend(options.dir, port=options.port, history=False)
     frontend.require_token = options.token
+    frontend.pages = {
+        str(page): options.dir / "pages" / page.relative_to("/") for page in options.page
+    }
     frontend.on_end = lambda request: print(
         request.method,
         request.path,

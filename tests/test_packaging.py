@@ -101,7 +101,7 @@ def test_the_tour_shows_that_all_is_so_and_leaves_nothing_behind(directory: Path
     assert code == 0, said
     tour.leaves_nothing()
     headings = re.findall(r"^\d+\. (.*)\n=+$", said, re.M)
-    assert len(headings) == 8
+    assert len(headings) == 9
     checks = re.findall(r"^   \[ok\] (.*)$", said, re.M)
     assert f"All of it is so: {len(checks)} checks." in said
     assert "NOT SO" not in said
