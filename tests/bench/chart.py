@@ -131,8 +131,8 @@ class Bars:
     bars: Sequence[tuple[str, float, str]]
 
 
-def bars(title: str, subtitle: str, groups: Sequence[Bars]) -> str:
-    """Groups of horizontal bars; the first of each group is ours."""
+def bars(title: str, subtitle: str, groups: Sequence[Bars], ours: str = "serversync") -> str:
+    """Groups of horizontal bars; ours in another colour."""
     row, head, left, wide = 22.0, 34.0, 250.0, 430.0
     width = left + wide + 230
     parts = [text(20, 30, title, 17, weight="bold"), text(20, 50, subtitle, 11, colour=MUTED)]
@@ -141,9 +141,9 @@ def bars(title: str, subtitle: str, groups: Sequence[Bars]) -> str:
         parts.append(text(20, y + 14, group.title, 13, weight="bold"))
         y += head - 8
         most = max([value for _, value, _ in group.bars if value < math.inf] + [1e-12])
-        for number, (name, value, words) in enumerate(group.bars):
+        for name, value, words in group.bars:
             length = max(1.0, wide * value / most)
-            colour = COLOURS[1] if number == 0 else "#9aa3b2"
+            colour = COLOURS[1] if name.startswith(ours) else "#9aa3b2"
             parts.append(text(left - 8, y + 14, name, 12, "end"))
             parts.append(
                 f"<rect x='{left:.1f}' y='{y + 3:.1f}' width='{length:.1f}' height='{row - 7:.1f}' "

@@ -448,8 +448,8 @@ class Simulation:
         if what.start == "power":
             at = BEFORE + luck.uniform(0, 5)
         else:
-            # After hours no two go together: the waits under way at a moment are long ones, and
-            # somewhere in their middle. Without jitter, what failed together goes together.
+            # After hours no two go together: the waits under way are long, and somewhere in
+            # their middle. Without jitter, what failed together goes together.
             wait = serversync.BACKOFF_CAP * (math.sqrt(luck.random()) if what.jitter else 0.5)
             at = luck.uniform(0, wait) if what.jitter else luck.uniform(0, 5)
             box.entries.size = 1
@@ -594,6 +594,31 @@ def picture(results: Sequence[Result]) -> str:
     )
 
 
+CONCLUSIONS = """
+## What follows
+
+* Boxes do not go in step. In an outage each asks three times (once where nobody listens) and then
+  waits, up to 256 s, by a dice of its own: the fullest second is no fuller than chance makes it.
+  Without the dice (the control) it would be twenty times the mean. So the jitter stays full, and
+  is applied after the cap.
+* What an outage costs the frontend while it lasts: 0.025 requests a second and box. A hundred
+  thousand boxes make 2,500 a second that a proxy answers with 502: it has to stand that. A larger
+  cap would halve it, and double the wait of the last box after the return; 256 s stays.
+* After the return the boxes come back over 256 s, not at once. A frontend that has room for that
+  is through in the time its own capacity needs, and those minutes.
+* A frontend that is full should say so, with 429 and Retry-After: every box keeps to it, for all
+  its traffic, and what is refused in vain stays a tenth. The same with a bare 503 costs ten times
+  its capacity in refused requests and twice the time: a 503 may be one entry's fault, so batches
+  are halved to look for it.
+* Its queue must be shorter than what agents wait for (SYNC_TIMEOUT_SEC, 30 s). One that queues
+  without end works for clients that have gone, and with too little capacity never gets out of it:
+  the last row but the control. Limit the queue, answer 429; a receiver that looks up the
+  Idempotency-Key first makes the repeats cheap.
+* Power that returns to all boxes in the same seconds is the one thing that brings them together:
+  one request each at the start, then the answers, or 429, spread them.
+""".strip().splitlines()
+
+
 def report(results: Sequence[Result]) -> str:
     what = results[0].scenario
     text = [
@@ -609,6 +634,7 @@ def report(results: Sequence[Result]) -> str:
         "",
         "![requests a second](fleet.svg)",
         "",
+        *CONCLUSIONS,
     ]
     return "\n".join(text)
 

@@ -46,7 +46,9 @@ COUNTED = """
                      where dbid = %(db)s and userid = 'voicebot'::regrole), 0)::float8,
            pg_current_wal_insert_lsn() - '0/0'::pg_lsn,
            (select sum(n_tup_upd + n_tup_del) from pg_stat_user_tables)::float8,
-           (select xact_commit from pg_stat_database where datid = %(db)s)::float8
+           (select wal_sync from pg_stat_wal)::float8,
+           (select wal_sync_time from pg_stat_wal)::float8,
+           (select wal_fpi from pg_stat_wal)::float8
 """
 
 
@@ -58,14 +60,18 @@ class Cost:
     exec_ms: float
     wal: float
     dead: float
-    commits: float
+    syncs: float  # how often the log was forced to the disk
+    sync_ms: float
+    images: float  # whole pages in the log: the first change of each after a checkpoint
 
     def __sub__(self, other: Cost) -> Cost:
         return Cost(*(a - b for a, b in zip(_values(self), _values(other), strict=True)))
 
 
 def _values(cost: Cost) -> tuple[float, ...]:
-    return cost.statements, cost.exec_ms, cost.wal, cost.dead, cost.commits
+    return (
+        cost.statements, cost.exec_ms, cost.wal, cost.dead, cost.syncs, cost.sync_ms, cost.images
+    )  # fmt: skip
 
 
 class Receiver:
@@ -196,6 +202,7 @@ class World:
             "shared_buffers": "128MB",  # initdb's own default
             "wal_level": "logical",  # one peer can read the log
             "max_wal_size": "4GB",
+            "track_wal_io_timing": "on",
         }
         self.cluster = Cluster(fsync=fsync, settings=settings)
         self.cluster.start()

@@ -1,5 +1,5 @@
-// pg-transactional-outbox: the polling listener of its README, with the largest batch that helps it; a message is a
-// POST. LISTENER_TYPE=replication takes the logical replication listener instead.
+// pg-transactional-outbox: the polling listener of its README, with its batch of 5 or another (BENCH_BATCH); a message is
+// a POST. LISTENER_TYPE=replication takes the logical replication listener instead.
 import {
   createReplicationMultiConcurrencyController,
   DatabaseSetupExporter,

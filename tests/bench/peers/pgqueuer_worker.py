@@ -1,5 +1,7 @@
-"""pgqueuer on asyncpg and uvloop, as its own benchmark runs it: an entrypoint that POSTs."""
+"""pgqueuer on asyncpg and uvloop, as in its own benchmark (BENCH_WORKERS in one process): an
+entrypoint that POSTs."""
 
+import asyncio
 import json
 import os
 import sys
@@ -20,29 +22,34 @@ ENTRIES = """
 """
 
 
-async def main() -> None:
+async def consume(session: aiohttp.ClientSession) -> None:
+    worker = PgQueuer(AsyncpgDriver(await asyncpg.connect(os.environ["DATABASE_URL"])))
+
+    @worker.entrypoint("post")
+    async def post(job: Job) -> None:
+        body = {"entries": [json.loads(job.payload or b"")]}
+        async with session.post(url, json=body) as answer:
+            said = await answer.json()
+            if answer.status != 200 or said["ok"] is not True:
+                raise RuntimeError(f"HTTP {answer.status}")
+
+    await worker.run(batch_size=int(os.environ["BENCH_BATCH"]))
+
+
+async def prepare() -> None:
     connection = await asyncpg.connect(os.environ["DATABASE_URL"])
-    driver = AsyncpgDriver(connection)
-    if sys.argv[1:] == ["prepare"]:
-        queries = Queries(driver)
-        await queries.install()
-        rows = [row[0].encode() for row in await connection.fetch(ENTRIES)]
-        for at in range(0, len(rows), 1000):
-            some = rows[at : at + 1000]
-            await queries.enqueue(["post"] * len(some), some, [0] * len(some))
-        return
-    worker = PgQueuer(driver)
+    queries = Queries(AsyncpgDriver(connection))
+    await queries.install()
+    rows = [row[0].encode() for row in await connection.fetch(ENTRIES)]
+    for at in range(0, len(rows), 1000):
+        some = rows[at : at + 1000]
+        await queries.enqueue(["post"] * len(some), some, [0] * len(some))
+
+
+async def main() -> None:
     async with aiohttp.ClientSession() as session:
-
-        @worker.entrypoint("post")
-        async def post(job: Job) -> None:
-            body = {"entries": [json.loads(job.payload or b"")]}
-            async with session.post(url, json=body) as answer:
-                said = await answer.json()
-                if answer.status != 200 or said["ok"] is not True:
-                    raise RuntimeError(f"HTTP {answer.status}")
-
-        await worker.run(batch_size=int(os.environ.get("BENCH_BATCH", "100")))
+        workers = int(os.environ["BENCH_WORKERS"])
+        await asyncio.gather(*(consume(session) for _ in range(workers)))
 
 
-uvloop.run(main())
+uvloop.run(prepare() if sys.argv[1:] == ["prepare"] else main())

@@ -29,7 +29,7 @@ async def main() -> None:
             await app.schema_manager.apply_schema_async()
             return
         async with aiohttp.ClientSession() as session:
-            await app.run_worker_async(concurrency=int(os.environ.get("BENCH_CONCURRENCY", "10")))
+            await app.run_worker_async(concurrency=int(os.environ["BENCH_CONCURRENCY"]))
 
 
 asyncio.run(main())
