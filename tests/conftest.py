@@ -129,7 +129,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The faults take minutes and are about the product: once, on Debian's libraries."""
+    """The faults take minutes and are about the product: once, on Debian's libraries. What takes
+    long, or is one process's alone, comes first: all others run beside it."""
     for item in items:
         if item.path.parent.name == "faults":
             item.add_marker(pytest.mark.slow)
+    first = ("test_soak.py", "test_memory.py", "test_senders.py", "test_upload.py")
+    items.sort(key=lambda item: (item.path.parent.name != "system", item.path.name not in first))

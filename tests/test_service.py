@@ -555,6 +555,7 @@ def test_state_file_says_who_since_when_and_what(
         "inflight": 0,
         "outages": [],
         "progress": None,
+        "settings": {"trouble": None, "held": {}},
     }
     backend.end_call(recording=False)
     wait_until(lambda: "sent 3 entries" in running.state()["sentence"], what="the sentence")

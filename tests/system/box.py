@@ -367,13 +367,17 @@ class Box(ABC):
     def tidy(self) -> None:
         """As it was before the test: nothing pending, no recordings, the unit as it is shipped."""
         tables = "sync_outbox, recordings, serversync.failures, serversync.uploads"
-        truncate = shlex.quote(f"truncate {tables}, serversync.dead_letters")
+        tables += ", serversync.audio_files, registered_numbers, call_action_rules, announcements"
+        forget = "update serversync.settings set digest = null, counts = '{}', held_counts = null"
+        truncate = shlex.quote(
+            f"truncate {tables}, serversync.dead_letters, ivr_flows cascade; {forget}"
+        )
         self.sh(
             f"""
             systemctl stop serversync
             rm -f {DROP_IN} /etc/serversync.token; systemctl daemon-reload
             cd / && runuser -u postgres -- psql -qX -v ON_ERROR_STOP=1 -c {truncate} voicebot
-            rm -rf {RECORDINGS}/*
+            rm -rf {RECORDINGS}/* {ANNOUNCEMENTS}/*
             """
         )
 

@@ -23,6 +23,7 @@ from box import (
 from container import Container
 from emulator import Emulator
 from frontend import Frontend
+from settings import Desired
 from test_debian import build, install_missing
 
 
@@ -161,6 +162,7 @@ def machine(bench: Bench, frontend: Frontend, request: pytest.FixtureRequest) ->
     with contextlib.ExitStack() as spoiled:
         spoiled.callback(bench.clear)
         spoiled.callback(lambda: print(box.story()))
+        Desired().serve(frontend)
         box.begin(frontend.url)
         yield box
         if request.session.testsfailed == failures:
@@ -172,6 +174,7 @@ def machine(bench: Bench, frontend: Frontend, request: pytest.FixtureRequest) ->
 def own(bench: Bench, frontend: Frontend) -> Iterator[Box]:
     """One for a test that leaves it in a state that no other could use."""
     with bench.another() as box:
+        Desired().serve(frontend)
         box.begin(frontend.url)
         yield box
         print(box.story())

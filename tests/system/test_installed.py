@@ -1,6 +1,7 @@
 """The package on real systemd: what a person who installs it on a Pi lives through."""
 
 import contextlib
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import serversync
+from backend import write_wav
 from box import (
     ANNOUNCEMENTS,
     DROP_IN,
@@ -24,6 +26,7 @@ from box import (
 )
 from frontend import Frontend, Reply, Request
 from pg import free_port
+from settings import AUDIO, Desired, announcement, flow, group, route, rule
 from test_docs import section, sessions
 
 pytest_plugins = ["machines"]
@@ -177,6 +180,31 @@ def test_what_the_service_writes_for_the_backend_is_the_backend_s_to_read_and_de
     machine.sh(write, user="serversync")
 
     assert machine.sh(f"cat {name}; rm {name}", user="voicebot") == "audio\n"
+
+
+def test_settings_and_their_audio_reach_the_backend(
+    machine: Box, frontend: Frontend, tmp_path: Path
+) -> None:
+    sound = tmp_path / "welcome.wav"
+    write_wav(sound, 0.2, 1)
+    spoken = announcement("welcome", audioFileUrl=f"{AUDIO}{sound.name}", ttsText=None)
+    frontend.pages[f"{AUDIO}{sound.name}"] = sound.read_bytes()
+    numbers = group("03-1234-5678", name="friends")
+    rules = [rule("friends", callerGroupId=numbers["id"])]
+    Desired([numbers], rules, [spoken], [flow(route("1"))]).serve(frontend)
+
+    machine.begin(frontend.url, FRONTEND_SYNC_INTERVAL_SEC="1")
+
+    stored = f"{ANNOUNCEMENTS}/{sound.name}"
+    until(lambda: machine.exists(stored), LONG, "the audio")
+    assert (
+        machine.sh(f"sha256sum <{stored}", user="voicebot").split()[0]
+        == hashlib.sha256(sound.read_bytes()).hexdigest()
+    )
+    query = "select phone_number, group_name from registered_numbers where deleted_at is null"
+    assert machine.sql(query) == "+81312345678|friends"
+    query = "select (select count(*) from call_action_rules), (select count(*) from ivr_nodes)"
+    assert machine.sql(query) == "1|4"
 
 
 def test_a_stop_during_an_upload_is_quick_and_the_rest_goes_after_the_start(
