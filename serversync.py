@@ -9737,18 +9737,7 @@ def build_parser() -> Parser:
     status = add("status", "one screen: what it does, what waits, what is wrong", "--json")
     status.add_argument("--watch", action="store_true", help="repaint once a second")
     add("doctor", "check everything, with a hint for each problem", "--json")
-    setup = add("setup", "prepare the database and the recordings' directory")
-    setup.add_argument("--print-sql", action="store_true", help="only print what is missing")
-    setup.add_argument("--admin-url", metavar="URL", help="connect so, instead of as postgres")
-    setup.add_argument(
-        "--recordings",
-        metavar="DIR",
-        help="instead, open this directory of the backend's to serversync",
-    )
-    setup.add_argument("--announcements", metavar="DIR", help="and this one")
-    setup.add_argument(
-        "--backend-user", metavar="USER", help="who reads what serversync puts there"
-    )
+    _add_setup(add("setup", "prepare the database and the recordings' directory"))
     enqueue = add("enqueue", "put an entry into the outbox; its payload comes by stdin", "--json")
     enqueue.add_argument("type", metavar="TYPE", type=_up_to(30), help="its entity type")
     enqueue.add_argument("id", metavar="UUID", type=_uuid, help="its entity's id")
@@ -9756,12 +9745,7 @@ def build_parser() -> Parser:
         "--idempotency-key", metavar="KEY", type=_up_to(200), help="the same key: the same entry"
     )
     _add_dlq(add("dlq", "entries that were given up: look, send again, delete"))
-    replay = add("replay", "send again what was sent", "--json", "--force", "--yes")
-    replay.add_argument("--seq", metavar="A-B", type=_sequence, help="from seq A to seq B")
-    replay.add_argument("--since", metavar="TIME", type=_moment, help="enqueued at TIME or later")
-    replay.add_argument("--until", metavar="TIME", type=_moment, help="enqueued until TIME")
-    replay.add_argument("--type", metavar="TYPE", help="of this entity type")
-    replay.add_argument("--call", metavar="ID", help="of this call: its log's UUID, or Call-ID")
+    _add_replay(add("replay", "send again what was sent", "--json", "--force", "--yes"))
     prune = add("prune", "delete old rows that were sent", "--yes")
     prune.add_argument(
         "--days",
@@ -9769,8 +9753,7 @@ def build_parser() -> Parser:
         type=_of(_number(0.001, 36500)),
         help="instead of SYNC_RETENTION_DAYS",
     )
-    settings = add("settings", "what came back from the frontend", "--json")
-    _add_settings(settings)
+    _add_settings(add("settings", "what came back from the frontend", "--json"))
     add("metrics", "print the metrics, as Prometheus reads them")
     admin = add("admin", "answer HTTP requests: status page, dead letters, metrics, health")
     where = f"ADDRESS:PORT or the path of a Unix socket; default: {ADMIN_LISTEN}"
@@ -9792,6 +9775,28 @@ def _add(commands: Any, name: str, text: str, *shared: str) -> Parser:
     for each in shared:
         command.add_argument(each, action="store_true", help=SHARED[each])
     return command
+
+
+def _add_setup(setup: Parser) -> None:
+    setup.add_argument("--print-sql", action="store_true", help="only print what is missing")
+    setup.add_argument("--admin-url", metavar="URL", help="connect so, instead of as postgres")
+    setup.add_argument(
+        "--recordings",
+        metavar="DIR",
+        help="instead, open this directory of the backend's to serversync",
+    )
+    setup.add_argument("--announcements", metavar="DIR", help="and this one")
+    setup.add_argument(
+        "--backend-user", metavar="USER", help="who reads what serversync puts there"
+    )
+
+
+def _add_replay(replay: Parser) -> None:
+    replay.add_argument("--seq", metavar="A-B", type=_sequence, help="from seq A to seq B")
+    replay.add_argument("--since", metavar="TIME", type=_moment, help="enqueued at TIME or later")
+    replay.add_argument("--until", metavar="TIME", type=_moment, help="enqueued until TIME")
+    replay.add_argument("--type", metavar="TYPE", help="of this entity type")
+    replay.add_argument("--call", metavar="ID", help="of this call: its log's UUID, or Call-ID")
 
 
 def _add_dlq(dlq: Parser) -> None:
