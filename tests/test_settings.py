@@ -15,7 +15,7 @@ import serversync
 from agent import AgentFactory
 from backend import Backend
 from desk import Desk
-from frontend import Frontend, Json, Reply
+from frontend import Frontend, Json, Reply, script
 from pg import Database
 from settings import (
     BUSY,
@@ -919,6 +919,23 @@ def test_a_stop_does_not_wait_for_the_settings(agent: AgentFactory, frontend: Fr
     frontend.wait(lambda: asked(frontend))
     code, seconds = running.stop()
     assert code == 0 and seconds < 10
+
+
+def test_a_pause_that_the_deliveries_were_told_is_kept_by_the_settings(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    Desired().serve(frontend)
+    frontend.on_entries = script(Reply(429, {"Retry-After": "3"}))
+    agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    frontend.wait(lambda: len(asked(frontend)) > 8, what="two pulls")
+    backend.enqueue()
+    frontend.wait(lambda: frontend.entries)
+    refused, accepted = frontend.of_kind("entries")
+    told = refused.finished or 0.0
+    assert accepted.started - told > 1.5
+    pause = [r for r in asked(frontend) if told < r.started < told + 1.5]
+    assert not pause
+    frontend.wait(lambda: asked(frontend)[-1].started > accepted.started, what="a pull behind it")
 
 
 def test_a_pause_that_the_settings_were_told_is_kept_by_the_deliveries(
