@@ -746,13 +746,20 @@ _SECRETS: Final = (
     ),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
 )
+# Without one of these none of the above matches: most sentences have none.
+_TELLTALE: Final = re.compile(
+    r"[=:]|-----|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk[-_]|xox|xapp-|AIza|eyJ|(?i:bearer|basic)"
+)
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL_BUT_BREAKS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def mask(text: str, known: Sequence[str] = ()) -> str:
     """The text without secrets: the known ones, and all that look like one."""
     text = _without_known(text, known)
-    for pattern, instead in _SECRETS:
-        text = pattern.sub(instead, text)
+    if _TELLTALE.search(text):
+        for pattern, instead in _SECRETS:
+            text = pattern.sub(instead, text)
     return text
 
 
@@ -768,8 +775,8 @@ def clean(text: str, known: Sequence[str] = (), limit: int = 1024, lines: bool =
     another variable: no control character, no surrogate, no secret, short."""
     text = _without_known(text[: 1 << 20], known)[: 4 * limit]
     text = text.encode("utf-8", "replace").decode("utf-8")
-    unfit = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]" if lines else r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
-    return mask(re.sub(unfit, " ", text))[:limit]
+    unfit = _CONTROL_BUT_BREAKS if lines else _CONTROL
+    return mask(unfit.sub(" ", text))[:limit]
 
 
 class Masking(logging.Filter):
@@ -1356,17 +1363,16 @@ language sql immutable parallel safe as $$
     select case when name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then name::uuid end
 $$;
 
--- An entry as the frontend gets it. An uploaded recording says so even in an older snapshot.
+-- An entry as the frontend gets it; `uploaded` goes over what its payload says. One concat(), as ||
+-- copies the text each time; an expensive argument that stood twice would keep it from inlining.
 create function serversync.entry(
     seq bigint, entity_type text, entity_id uuid, payload jsonb, created_at timestamptz,
-    op text, uploaded boolean, url text
+    op text, uploaded jsonb
 ) returns text language sql stable parallel safe as $$
-    select '{"entityType":' || to_json(entity_type) || ',"entityId":"' || entity_id
-        || '","payload":' || case when uploaded and jsonb_typeof(payload) = 'object'
-               then payload || jsonb_build_object('uploadStatus', 'uploaded', 's3Url', url)
-               else payload end
-        || ',"createdAt":' || to_json(created_at) || ',"seq":' || seq
-        || case when op is null then '' else ',"op":' || to_json(op) end || '}'
+    select concat('{"entityType":', to_json(entity_type), ',"entityId":"', entity_id,
+        '","payload":', coalesce(payload || uploaded, payload),
+        ',"createdAt":', to_json(created_at), ',"seq":', seq,
+        case when op is not null then concat(',"op":', to_json(op)) end, '}')
 $$;
 
 -- Entries that wait: after a failure, or because their file is not ready.
@@ -1694,14 +1700,32 @@ NEXT_PENDING: Final = """
 select coalesce(min(id), 0) from sync_outbox
 where processed_at is null and entity_type <> 'recording_file' and id > %(after)s::bigint
 """
+# An uploaded recording says so even in an older snapshot: by the backend's row, or where that is
+# gone by our receipt.
+UPLOADED: Final = """
+case when o.entity_type = 'recording' and jsonb_typeof(o.payload) = 'object' then (
+    select jsonb_build_object('uploadStatus', 'uploaded', 's3Url', url)
+    from (select 1 as rank, upload_status = 'uploaded' as uploaded, s3_url as url
+          from recordings where id = o.entity_id
+          union all
+          (select 2, url is not null, url from serversync.deliveries
+           where entity_id = o.entity_id order by id desc limit 1)
+          order by rank limit 1) shown
+    where uploaded) end
+"""
+ENTRY: Final = f"""
+serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op, {UPLOADED})
+"""
 # The next batch as finished JSON. A row lock is never taken; the partial index gives the order.
 #   picked    pending entries after the last id seen, none whose lane waits or is left out; an
 #             entry that became due behind that id keeps its lane waiting until the next pass
 #   sized     a first cut by the stored size, so that large payloads are not all written out
-#   measured  the entries as text, with a running total: the batch ends at so many bytes
-# A first entry that is larger than that comes alone and without its text.
-FETCH: Final = """
-with picked as materialized (
+#   written   the entries as text (`offset 0`: once, not once for each use)
+#   measured  with a running total: the batch ends at so many bytes
+# A first entry that is larger than that comes alone and without its text. The index's order is kept
+# all the way up: sorted aggregates would sort three times more.
+FETCH: Final = f"""
+with picked as (
     select o.*, pg_column_size(o.payload) as stored
     from (select null::text as op) as absent  -- `op` below is the outbox's, where it has one
     cross join lateral (
@@ -1709,7 +1733,7 @@ with picked as materialized (
         from sync_outbox
         where processed_at is null and entity_type <> 'recording_file'
           and id > %(after)s::bigint and id <= %(until)s::bigint
-          and (%(skip)s::text[] = '{}'
+          and (%(skip)s::text[] = '{{}}'
                or serversync.lane(payload, entity_id) <> all (%(skip)s::text[]))
           and (not exists (select from serversync.failures) or coalesce((
                select false
@@ -1723,44 +1747,30 @@ with picked as materialized (
                limit 1), true))
         order by id limit %(size)s::int) as o
 ), sized as (
-    select *, sum(stored) over (order by id) - stored as before from picked
-), texts as materialized (
-    select o.id, serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op,
-                                  coalesce(r.upload_status = 'uploaded', d.url is not null),
-                                  coalesce(r.s3_url, d.url)) as entry
-    from sized o
-    left join recordings r on o.entity_type = 'recording' and r.id = o.entity_id
-    left join lateral (
-        select url from serversync.deliveries  -- where the backend has no row of it
-        where r.id is null and o.entity_type = 'recording' and entity_id = o.entity_id
-        order by id desc limit 1) d on true
-    where o.before < %(bytes)s::bigint
+    select *, sum(stored) over (order by id rows unbounded preceding) - stored as before
+    from picked
+), written as (
+    select id, entry, octet_length(entry) as size
+    from (select o.id, {ENTRY} as entry
+          from sized o where o.before < %(bytes)s::bigint offset 0) as each
+    offset 0
 ), measured as (
-    select id, entry, octet_length(entry) as size,
-           sum(octet_length(entry) + 1) over (order by id) - 1 as total
-    from texts
+    select id, entry, size, sum(size + 1) over (order by id rows unbounded preceding) - 1 as total
+    from written
 )
-select string_agg(id::text, ',' order by id), string_agg(size::text, ',' order by id),
+select string_agg(id::text, ','), string_agg(size::text, ','),
        case when max(size) <= %(bytes)s::bigint then
-           convert_to('{"entries":[' || string_agg(entry, ',' order by id)
-               filter (where size <= %(bytes)s::bigint) || ']}', 'UTF8') end
+           convert_to('{{"entries":[' || string_agg(entry, ',')
+               filter (where size <= %(bytes)s::bigint) || ']}}', 'UTF8') end
 from measured where total <= %(bytes)s::bigint or total = size
 """
 # A piece of one large entry, with the digest of the whole: all pieces must be of one text.
-SLICE: Final = """
+SLICE: Final = f"""
 with whole as materialized (
-    select convert_to(serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at,
-                                       o.op, coalesce(r.upload_status = 'uploaded',
-                                                      d.url is not null),
-                                       coalesce(r.s3_url, d.url)), 'UTF8') as text
+    select convert_to({ENTRY}, 'UTF8') as text
     from (select null::text as op) as absent
     cross join lateral (select id, entity_type, entity_id, payload, created_at, op::text as op
                         from sync_outbox where id = %(seq)s and processed_at is null) as o
-    left join recordings r on o.entity_type = 'recording' and r.id = o.entity_id
-    left join lateral (
-        select url from serversync.deliveries
-        where r.id is null and o.entity_type = 'recording' and entity_id = o.entity_id
-        order by id desc limit 1) d on true
 )
 select encode(sha256(text), 'hex'), substring(text from %(start)s::int for %(length)s::int)
 from whole
@@ -1834,12 +1844,21 @@ with durable as materialized (
     update sync_outbox set processed_at = now()
     where id = any (%(seqs)s::bigint[]) and processed_at is null
     returning id, entity_type, coalesce(
-        (select revived_at from serversync.revived where outbox_id = sync_outbox.id),
+        case when exists (select from serversync.revived) then  -- once, not for each
+            (select revived_at from serversync.revived where outbox_id = sync_outbox.id) end,
         created_at) as since
 ), aged as (
-    select case when isfinite(since)
-        then greatest(0, extract(epoch from clock_timestamp() - since))::float8 else 0 end as lag
+    select id, entity_type,
+        case when isfinite(since)  -- date_part: extract() is numeric, and slow
+        then greatest(0, date_part('epoch', clock_timestamp() - since)) else 0 end as lag
     from sent
+), tally as materialized (  -- all that is counted of the entries, in one pass over them
+    select entity_type, width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[]) as bucket,
+           count(*) as entries, sum(lag) as lag, min(id) as first, max(id) as last
+    from aged group by 1, 2
+), total as materialized (
+    select sum(entries)::bigint as entries, sum(lag) as lag, min(first) as first, max(last) as last
+    from tally having count(*) > 0
 ), marked as (  -- now or before: not where a trigger or a rule of others kept it pending
     select 1 from sent
     union all select 1 from sync_outbox
@@ -1855,44 +1874,50 @@ with durable as materialized (
     on conflict (outbox_id) do update set directory = excluded.directory, files = excluded.files,
         file_url = excluded.file_url, uploaded_at = now(), tries = 0, error = null
 ), settled as (
-    delete from serversync.failures where outbox_id = any (%(seqs)s::bigint[])
+    delete from serversync.failures
+    where outbox_id = any (%(seqs)s::bigint[]) and exists (select from serversync.failures)
     returning outbox_id, tries
-), tried as (
-    select coalesce(f.tries, 0) as tries from sent left join settled f on f.outbox_id = sent.id
+), tried as (  -- those of the first try are not among them
+    select tries from settled join sent on id = outbox_id where tries > 0
 ), resolved as (
     update serversync.dead_letters set status = 'RESOLVED', updated_at = now()
     where outbox_id = any (%(seqs)s::bigint[]) and status <> 'RESOLVED'
+      and exists (select from serversync.dead_letters)
 ), accepted as (
     delete from serversync.counters
-    where name = 'deaths_in_row' and label in (select entity_type from sent)
+    where name = 'deaths_in_row' and (select bool_or(entity_type = label) from tally)
     returning label, value
 ), released as (
     update serversync.failures set next_attempt_at = now()
     where entity_type in (select label from accepted where value >= 9)
       and not outbox_id = any (%(seqs)s::bigint[])
+      and exists (select from accepted where value >= 9)
 ), receipt as (
     insert into serversync.deliveries (kind, first_seq, last_seq, entries, bytes, idempotency_key,
         request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, lane,
         entity_id, url)
-    select %(kind)s, min(id), max(id), count(*), %(bytes)s, %(key)s, %(request_sha256)s::text,
+    select %(kind)s, first, last, entries, %(bytes)s, %(key)s, %(request_sha256)s::text,
            %(answer_sha256)s, %(status)s::int, %(outcome)s,
            clock_timestamp() - %(seconds)s::float8 * interval '1 second',
            %(seconds)s::float8 * 1000, %(lane)s::text, %(entity_id)s::uuid, %(url)s::text
-    from sent having count(*) > 0
+    from total
 ), counted as (
     insert into serversync.counters as c (name, label, value)
-    select 'successes', %(endpoint)s, count(*) from sent having count(*) > 0
-    union all select 'sent', entity_type, count(*) from sent group by entity_type
-    union all select 'sent_as', %(outcome)s, count(*) from sent having count(*) > 0
-    union all select 'lag', width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[])::text,
-                     count(*) from aged group by 2
-    union all select 'lag_sum', '', sum(lag) from aged having count(*) > 0
+    select 'sent', entity_type, sum(entries) from tally group by entity_type
+    union all select 'lag', bucket::text, sum(entries) from tally group by bucket
     union all select 'tries', least(tries, 9)::text, count(*) from tried group by 2
-    union all select 'tries_sum', '', sum(tries) from tried having sum(tries) > 0
-    union all select 'upload_bytes', '', %(bytes)s from sent where %(kind)s = 'file'
+    union all
+    select each.name, each.label, each.value
+    from total cross join lateral (values
+        ('successes', %(endpoint)s, total.entries), ('sent_as', %(outcome)s, total.entries),
+        ('lag_sum', '', total.lag), ('tries_sum', '', (select sum(tries) from tried)),
+        ('tries', '0', nullif(total.entries - (select count(*) from tried), 0)),
+        ('upload_bytes', '', case when %(kind)s = 'file' then %(bytes)s::bigint end)
+    ) as each (name, label, value)
+    where each.value is not null
     on conflict (name, label) do update set value = c.value + excluded.value
 )
-select (select count(*) from sent), (select count(*) from durable)
+select coalesce((select entries from total), 0), (select count(*) from durable)
 """
 # Whether a row that was marked is not marked: CONFIRM cannot see that itself.
 STILL_PENDING: Final = """
@@ -2175,7 +2200,7 @@ class Database:
         with self._guard(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
             self.used = time.monotonic()
-            rows = cursor.fetchall() if cursor.description else []
+            rows = [] if cursor.rownumber is None else cursor.fetchall()
             if cursor.pgresult is not None:
                 # A cursor is part of a cycle: its result, a batch of 500 KB, would live until
                 # the collector comes by.
@@ -2464,6 +2489,13 @@ class _Tap:
         super().__init__(*args, **more)
         self.response_class = partial(_Frugal, wire)
 
+    _head: bytes | None = None  # waits for the first piece of the body: one call, one packet
+    _hold = False
+
+    def endheaders(self, *args: Any, **more: Any) -> None:
+        self._hold = self.wire.has_body
+        super().endheaders(*args, **more)  # type: ignore[misc]
+
     def connect(self) -> None:
         self.wire.phase = "connecting"
         with self.wire.process.deadline(self.wire.timeout, None):
@@ -2471,6 +2503,11 @@ class _Tap:
         self.wire.phase, self.wire.sock = "fresh", self.sock
 
     def send(self, data: Any) -> None:
+        if self._hold:
+            self._hold, self._head = False, data
+            return
+        if self._head is not None:
+            data, self._head = b"".join((self._head, data)), None
         try:
             super().send(data)  # type: ignore[misc]
         except (ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
@@ -2542,7 +2579,7 @@ class Wire:
         self.base = (self.url.path or "").rstrip("/")
         self.phase = "reused"
         self.sock: Any = None
-        self.steady = False
+        self.steady = self.has_body = False
         self.answer_max = ANSWER_MAX
         self.sink: Sink | None = None  # takes the answer's body, if that is a success
         self._complete = False
@@ -2597,6 +2634,7 @@ class Wire:
         most: float, between: Callable[[], None] | None,
     ) -> Answer:  # fmt: skip
         self.phase, self.steady, self._complete = "reused", False, body is None
+        self.has_body = body is not None
         started = time.monotonic()
         with self.process.deadline(self.timeout + patience, self._shut, most) as limit:
             try:
@@ -5458,7 +5496,7 @@ class Agent:
             self.inflight = 0
         verdict, rejected = confirm_entries(answer, key, part.seqs, time.time())
         if verdict.fate is Fate.SENT:
-            digest = hashlib.sha256(part.body).hexdigest() if part.body else None
+            digest = key if part.body else None  # see _body
             receipt = Receipt("entries", length, key, digest, answer)
             outcome = "conflict_processed" if verdict.code else "sent"
             stored = [seq for seq in part.seqs if seq not in rejected]

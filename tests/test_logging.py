@@ -200,6 +200,31 @@ def test_masking_twice_changes_nothing_more(
     assert secret[1] not in once or secret[1] in before + after
 
 
+PIECES = [
+    "bearer",
+    "token",
+    "Basic",
+    "=",
+    ":",
+    "://",
+    "@",
+    " ",
+    "eyJ",
+    "sk-",
+    "xoxb-",
+    "AKIA",
+    "gho_",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text("aZ9_.-'\"", max_size=20), max_size=12))
+def test_the_quick_look_for_secrets_passes_over_none(pieces: list[str]) -> None:
+    text = whole = "".join(pieces)
+    for pattern, instead in serversync._SECRETS:
+        whole = pattern.sub(instead, whole)
+    assert mask(text) == whole
+
+
 # --- text from outside ----------------------------------------------------------------------------
 
 
