@@ -2441,6 +2441,7 @@ IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of id
 STALL_SEC: Final = 60.0
 STALL_RATE: Final = 1000  # less than 1 kB/s for 60 s ends an upload
 CHUNK_MIN, CHUNK_FIRST, CHUNK_MAX = 4 * 1024, 32 * 1024, 256 * 1024
+SENDFILE_MAX: Final = 1024 * 1024  # costs no memory; it never waits for the link
 SLICE_BYTES: Final = 256 * 1024
 NOTSENT_LOWAT: Final = 256 * 1024  # keeps our own buffers from hiding how fast the link is
 
@@ -2781,7 +2782,7 @@ def plain_words(error: BaseException) -> str:
 
 
 class Stream:
-    """The body of an upload: a head, the file in fixed buffers, a tail; and the waits between."""
+    """The body of an upload: a head, the file, a tail; and the waits between its chunks."""
 
     def __init__(
         self, wire: Wire, ready: Ready, head: bytes, tail: bytes, rate: float,
@@ -2792,33 +2793,60 @@ class Stream:
         self.between = between
         self.length = len(head) + ready.size + len(tail)
         self.sent = 0
-        self.chunk = CHUNK_FIRST
+        self.chunk, self.chunk_max = CHUNK_FIRST, CHUNK_MAX
         self.started = self._mark_at = time.monotonic()
         self._mark_sent = 0
 
     def __call__(self, limit: Limit) -> Generator[Piece, None, bool]:
-        """A generator: urllib3 2.x cannot be pushed. It runs between the pieces that go out."""
+        """A generator: urllib3 2.x cannot be pushed. It runs between the pieces that go out.
+
+        On plain HTTP the kernel takes the file itself, past urllib3. Under TLS, or where it does
+        not, the file goes through a fixed buffer.
+        """
         self.sent = self._mark_sent = 0
         self.started = self._mark_at = time.monotonic()
-        os.lseek(self.ready.fd, 0, os.SEEK_SET)
-        buffer = memoryview(bytearray(CHUNK_MAX))
         yield self.head
+        by_kernel, buffer = not isinstance(self.wire.sock, ssl.SSLSocket), memoryview(b"")
+        self.chunk_max = SENDFILE_MAX if by_kernel else CHUNK_MAX
         while self.sent < self.ready.size:
             limit.extend(STALL_SEC + 5)
             if self._early_answer():
                 return False
             want = min(self._chunk(), self.ready.size - self.sent)
-            got = self._fill(buffer[:want])
             at = time.monotonic()
-            yield buffer[:got]
+            got = self._sendfile(want) if by_kernel else None
+            if got is None:
+                by_kernel, self.chunk_max = False, CHUNK_MAX
+                buffer = buffer or memoryview(bytearray(CHUNK_MAX))
+                got = self._fill(buffer[:want])
+                at = time.monotonic()
+                yield buffer[:got]
             self.sent += got
             self._learn(time.monotonic() - at)
         yield self.tail
         return True
 
+    def _sendfile(self, size: int) -> int | None:
+        """As much as the socket has room for; None: reading the file will tell what is wrong."""
+        fd = self.wire.sock.fileno()
+        try:
+            return os.sendfile(fd, self.ready.fd, self.sent, size) or None
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            raise BrokenPipeError from None  # as in _Tap.send
+        except OSError:
+            # The socket's, or the file's (which may just not be of a kind that can do this)? The
+            # number does not tell: a disk too can say ETIMEDOUT. But a socket ends with it.
+            poller = select.poll()
+            poller.register(fd, 0)
+            if poller.poll(0):
+                raise
+            return None
+
     def _fill(self, piece: memoryview) -> int:
         try:
-            got = os.readv(self.ready.fd, [piece])
+            got = os.preadv(self.ready.fd, [piece], self.sent)
         except OSError as error:
             raise local_trouble(error, self.ready.name) from None
         if not got:
@@ -2828,14 +2856,14 @@ class Stream:
     def _chunk(self) -> int:
         if self.rate:
             return int(min(max(self.rate / 2, CHUNK_MIN), CHUNK_MAX))
-        return self.chunk
+        return min(self.chunk, self.chunk_max)
 
     def _learn(self, took: float) -> None:
-        """A chunk is half a second's worth of what the link just did."""
+        """A chunk is half a second's worth of what the link (or the disk) just did."""
         if took > 0.5:
-            self.chunk = max(CHUNK_MIN, self.chunk // 2)
+            self.chunk = max(CHUNK_MIN, self._chunk() // 2)
         elif took < 0.2:
-            self.chunk = min(CHUNK_MAX, self.chunk * 2)
+            self.chunk = min(self.chunk_max, self.chunk * 2)
 
     def _early_answer(self) -> bool:
         """Waits for room in the socket's buffer and for our turn; True: an answer is here."""

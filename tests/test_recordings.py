@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -437,7 +438,10 @@ def test_a_file_that_is_gone_from_an_uploaded_recording_counts_as_sent(
 
 @pytest.mark.parametrize(
     ("call", "error", "fault"),
-    [("readv", "EIO", "Input/output error"), ("openat", "EACCES", "Permission denied")],
+    [
+        ("sendfile,preadv,preadv2", "EIO", "Input/output error"),
+        ("openat", "EACCES", "Permission denied"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_set_aside_and_never_dead(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
@@ -445,8 +449,8 @@ def test_a_file_that_cannot_be_read_is_set_aside_and_never_dead(
 ) -> None:  # fmt: skip
     bad = backend.end_call(events=0, name="unreadable.wav")
     others = [backend.end_call(events=0) for _ in range(2)]
-    # By its name alone, as it is opened below a directory; readv() by the path of its descriptor.
-    where = str(bad.wav) if call == "readv" else "unreadable.wav"
+    # By its name alone, as it is opened below a directory; else by the path of its descriptor.
+    where = str(bad.wav) if error == "EIO" else "unreadable.wav"
     trace = ("-o", str(tmp_path / "trace"), "-e", f"trace={call}")
     prefix = ("strace", "-f", *trace, "-P", where, "-e", f"inject={call}:error={error}")
     settings = {"SYNC_RETRY_MAX": 1, "SYNC_RETRY_HOURS": 0}
@@ -465,6 +469,28 @@ def test_a_file_that_cannot_be_read_is_set_aside_and_never_dead(
 
     assert agent.once().returncode == 0
     assert frontend.files[bad.call_log_id].sha256 == bad.sha256
+
+
+@pytest.mark.parametrize("error", ["", "EINVAL", "ENOSYS", "ETIMEDOUT"])
+def test_the_kernel_takes_a_recording_from_the_file_and_a_buffer_does_where_it_cannot(
+    frontend: Frontend, backend: Backend, agent: AgentFactory, error: str, tmp_path: Path
+) -> None:
+    call = backend.end_call(events=0, seconds=20)
+    trace = tmp_path / "trace"
+    prefix = ["strace", "-f", "-o", str(trace), "-P", str(call.wav)]
+    prefix += ["-e", "trace=sendfile,sendfile64,read,readv,pread64,preadv,preadv2"]
+    if error:  # of the file system, in the middle: the connection is well
+        prefix += ["-e", f"inject=sendfile,sendfile64:error={error}:when=3"]
+
+    result = run_once(agent.env(), prefix=tuple(prefix))
+
+    assert result.returncode == 0, result.stderr
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert len(frontend.of_kind("file")) == 1
+    taken = re.findall(r"^\d+ +(sendfile|p?read)\w*\(.* = (\d+|-1)", trace.read_text(), re.M)
+    sizes = {name: sum(int(n) for by, n in taken if by == name and n != "-1") for name, _ in taken}
+    assert sum(sizes.values()) == call.size, taken
+    assert ("pread" in sizes) == bool(error), taken
 
 
 def test_a_second_recording_of_a_call_is_not_sent_and_keeps_its_files(
