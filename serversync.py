@@ -676,6 +676,8 @@ class Endpoint:
     tried: dict[str, None] = field(default_factory=dict)  # lanes, in the order of their last try
     held: dict[str, int] = field(default_factory=dict)  # types, and how often they were asked
     suspected: dict[int, int] = field(default_factory=dict)  # successes at failures it hid
+    paused: frozenset[int] = frozenset()  # what a 503 with Retry-After met, and is not sent yet
+    pauses: int = 0  # how often it met some of that
 
 
 @dataclass
@@ -1061,6 +1063,7 @@ BACKOFF_CAP: Final = 256.0
 RETRY_AFTER_CAP: Final = 3600.0
 DEATHS_IN_ROW: Final = 9  # a type that is only ever rejected is the frontend's fault, not ours
 HELD_SEC: Final = 3000.0  # how long a held type waits, but for one entry that is asked
+PAUSES_IN_ROW: Final = 3  # so often a 503 of the same entries is taken for a request for a pause
 LOOKS_MIN: Final = 5
 LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer than 300 s
 # Deaths that say nothing of the frontend.
@@ -1072,6 +1075,17 @@ LOCAL_CODES: Final = frozenset(
 def backoff(tries: int, jitter: float) -> float:
     """2, 4, 8, … 256 s, and full jitter after the cap: never all devices at once."""
     return jitter * min(BACKOFF_CAP, 2.0 ** min(tries, 16))
+
+
+def patience(tries: int, pause: float | None, jitter: float) -> float:
+    """The backoff; at least the pause that was asked for, and up to twice that (256 s more).
+
+    All who were told the same at the same moment, as when the power returns to all of them, or
+    until the same date, would else come back together.
+    """
+    pause = pause or 0.0
+    spread = pause + jitter * min(BACKOFF_CAP, pause)
+    return max(backoff(tries, jitter), min(spread, RETRY_AFTER_CAP))
 
 
 @dataclass(frozen=True)
@@ -1094,6 +1108,13 @@ def _http(low: int, high: int | None = None) -> Callable[[Answer], bool]:
 
 def _trouble(trouble: Trouble) -> Callable[[Answer], bool]:
     return lambda answer: answer.trouble is trouble
+
+
+def _asks_for_a_pause(answer: Answer) -> bool:
+    """429, or a 503 that says until when; a crash behind a proxy can say so, too: see heed."""
+    if answer.status == 503:
+        return retry_after(answer.retry_after, 0.0) is not None
+    return answer.status == 429
 
 
 # The first row that fits decides. SENT rows stand in confirm_entries and confirm_upload: only
@@ -1121,7 +1142,7 @@ RULES: Final = (
         "NETWORK_RESET", Fate.SUSPECT, "the frontend closed the connection", _trouble(Trouble.RESET)
     ),
     Rule("BAD_RESPONSE", Fate.SUSPECT, "what came back is not HTTP", _trouble(Trouble.GARBLED)),
-    Rule("RATE_LIMITED", Fate.OUTAGE, "the frontend asks for a pause", _http(429)),
+    Rule("RATE_LIMITED", Fate.OUTAGE, "the frontend asks for a pause", _asks_for_a_pause),
     Rule(
         "CONFLICT", Fate.SUSPECT, "the frontend says conflict, but not that it has it", _http(409)
     ),
@@ -1181,7 +1202,7 @@ def classify(answer: Answer, now: float = 0.0) -> Verdict:
         reason += f": {answer.detail}"
     elif answer.body:
         reason += f": {answer.body[:300].decode('utf-8', 'replace')}"
-    pause = retry_after(answer.retry_after, now) if answer.status == 429 else None
+    pause = retry_after(answer.retry_after, now) if rule.code == "RATE_LIMITED" else None
     return Verdict(rule.fate, rule.code, reason, answer.status, pause)
 
 
@@ -1197,6 +1218,33 @@ def retry_after(text: str | None, now: float) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return min(max(wait, 0.0), RETRY_AFTER_CAP)
+
+
+def heed(
+    verdict: Verdict, seqs: Iterable[int], paused: frozenset[int], pauses: int, most: int
+) -> tuple[Verdict, frozenset[int], int]:
+    """A 503 that asks for a pause is believed so many times in a row, then it is a plain 503.
+
+    In a row: of the same entries, whatever got through meanwhile. A poisonous one whose crash
+    looks like this would else hold all traffic each time it is tried; so it is soon halved out of
+    its batch, and what it gets later is plain at once.
+    """
+    if verdict.fate is Fate.SENT:
+        paused = paused.difference(seqs) if paused else paused
+        return verdict, paused, pauses if paused else 0
+    if verdict.code != "RATE_LIMITED" or verdict.status != 503:
+        return verdict, paused, pauses
+    again = paused.intersection(seqs)
+    pauses = pauses + 1 if again else 1
+    if pauses > most:
+        reason = f"the frontend has trouble: {verdict.reason}"
+        verdict = replace(verdict, fate=Fate.SUSPECT, code="FRONTEND_5XX", reason=reason)
+    return verdict, again or frozenset(seqs), pauses
+
+
+def speaks_for_all(verdict: Verdict, tries: int) -> bool:
+    """Whether what the settings were told holds for the deliveries, too: a 503, not for ever."""
+    return verdict.code == "RATE_LIMITED" and (verdict.status != 503 or tries <= PAUSES_IN_ROW)
 
 
 def _already(answer: Answer, key: str) -> bool:
@@ -1286,7 +1334,8 @@ def next_state(
         to = Next.HELD if broken else Next.DEAD
     if to is Next.HELD:
         charged, attempts = False, past.attempts
-    return Transition(to, tries, attempts, backoff(tries, jitter), charged)
+    delay = patience(tries, verdict.retry_after, jitter)
+    return Transition(to, tries, attempts, delay, charged)
 
 
 def next_size(size: int, most: int, gentle: bool) -> int:
@@ -4997,8 +5046,8 @@ class Settings:
             self.due = now
             return
         self.tries += 1
-        wait = max(backoff(self.tries, random.random()), verdict.retry_after or 0.0)
-        if verdict.code == "RATE_LIMITED":
+        wait = patience(self.tries, verdict.retry_after, random.random())
+        if speaks_for_all(verdict, self.tries):
             self.agent.quiet_until = max(self.agent.quiet_until, now + wait)
         self.due = self.audio_due = now + max(wait, self.agent.config.settings_interval)
         reason = clean(verdict.reason, MASKING.known)
@@ -5095,9 +5144,9 @@ class Settings:
         except NotNow as why:  # of all files: an outage, a token
             self._audio_failed(file, why.verdict.reason)
             self.audio_tries += 1
-            wait = max(backoff(self.audio_tries, random.random()), why.verdict.retry_after or 1.0)
+            wait = patience(self.audio_tries, why.verdict.retry_after or 1.0, random.random())
             self.audio_due = time.monotonic() + wait
-            if why.verdict.code == "RATE_LIMITED":
+            if speaks_for_all(why.verdict, self.audio_tries):
                 self.agent.quiet_until = max(self.agent.quiet_until, self.audio_due)
         finally:
             self.agent.sees_again()
@@ -5258,12 +5307,18 @@ class Agent:
         self.waiting = True
         self._say_failed(aside)
 
+    def heed(self, door: Endpoint, verdict: Verdict, seqs: Iterable[int]) -> Verdict:
+        """`once` waits for nothing: by its next run it would have forgotten whom to suspect."""
+        most = 0 if self.is_once else PAUSES_IN_ROW
+        verdict, door.paused, door.pauses = heed(verdict, seqs, door.paused, door.pauses, most)
+        return verdict
+
     def begin_outage(self, door: Endpoint, verdict: Verdict) -> None:
         """What an outage showed is not written to the entries: when it ends, everything is due."""
         now = time.monotonic()
         before = door.outage
         tries = before.tries + 1 if before else 1
-        wait = max(backoff(tries, random.random()), verdict.retry_after or 0.0)
+        wait = patience(tries, verdict.retry_after, random.random())
         since = before.since if before else now
         door.outage = Outage(verdict.code, verdict.reason, since, tries, now + wait)
         for aside in door.aside:
@@ -5458,6 +5513,7 @@ class Agent:
                 continue
             part = batch if len(picked) == len(batch.seqs) else batch.part(picked)
             verdict, rejected = self.send(part)
+            verdict = self.heed(door, verdict, part.seqs)
             if verdict.fate is Fate.SENT:
                 sent += len(part.seqs) - len(rejected)
                 for seq, reason in rejected.items():
@@ -5642,6 +5698,7 @@ class Agent:
             )
         finally:
             self._blind, self._travelling = False, []
+        verdict = self.heed(self.files, verdict, [entry.seq])
         if verdict.fate is Fate.OUTAGE:
             self.begin_outage(self.files, verdict)
         elif verdict.fate is not Fate.SENT:

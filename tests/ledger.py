@@ -14,6 +14,11 @@ PASS = """
 HOLD = "UPDATE serversync.failures SET next_attempt_at = now() + interval '100 seconds'"
 
 
+def entity_of(db: Database, seq: int) -> str:
+    """The entity's id, by which the frontend of the tests knows what is poison."""
+    return str(db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (seq,)))
+
+
 def let_hours_pass(db: Database, hours: float = 0) -> None:
     """Everything that waits is due, and so many hours older; a running agent is woken."""
     db.execute(PASS, {"hours": hours})

@@ -12,7 +12,7 @@ import pytest
 from agent import Agent, AgentFactory, NotifySocket
 from backend import Backend
 from frontend import Frontend, Reply, Request
-from ledger import dead_letters, let_hours_pass, waiting
+from ledger import dead_letters, entity_of, let_hours_pass, waiting
 from pg import Database
 from waiting import wait_until
 
@@ -22,7 +22,7 @@ HTML = "<html><body>Please log in to the hotel's network</body></html>"
 
 
 def poison(db: Database, frontend: Frontend, seq: int, reply: Reply = BOOM) -> None:
-    entity = db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (seq,))
+    entity = entity_of(db, seq)
     frontend.poison[entity] = reply
 
 

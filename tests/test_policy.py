@@ -103,6 +103,8 @@ UNCONFIRMED: list[tuple[str, Answer, str, Fate]] = [
     ("413 with JSON", got(413, {"error": "too large"}), "TOO_LARGE", Fate.DEAD),
     ("413 of the proxy in front", got(413, "<h1>413</h1>"), "TOO_LARGE", Fate.DEAD),
     ("429", got(429, {"error": "slow down"}), "RATE_LIMITED", Fate.OUTAGE),
+    ("503, seconds", got(503, PORTAL, retry_after="60"), "RATE_LIMITED", Fate.OUTAGE),
+    ("503, nonsense", got(503, PORTAL, retry_after="soon"), "FRONTEND_5XX", Fate.SUSPECT),
     *(
         (f"{status}", got(status, {"ok": True, "fileUrl": URL}), "FRONTEND_5XX", Fate.SUSPECT)
         for status in (500, 501, 502, 503, 504, 507, 599)
@@ -392,6 +394,10 @@ def test_retry_after_is_read_as_seconds_or_a_date_and_never_exceeds_an_hour(
     verdict = classify(got(429, {}, retry_after=text), NOW)
     assert (verdict.fate, verdict.code) == (Fate.OUTAGE, "RATE_LIMITED")
     assert verdict.retry_after == pause
+    verdict = classify(got(503, {}, retry_after=text), NOW)
+    plain = (Fate.SUSPECT, "FRONTEND_5XX")
+    asked = plain if pause is None else (Fate.OUTAGE, "RATE_LIMITED")
+    assert (verdict.fate, verdict.code, verdict.retry_after) == (*asked, pause)
 
 
 def test_a_retry_after_date_without_a_zone_is_meant_in_gmt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,9 +417,99 @@ def test_any_retry_after_is_nothing_or_up_to_an_hour(text: str, now: float) -> N
     assert pause is None or 0.0 <= pause <= 3600.0
 
 
-@pytest.mark.parametrize("status", [200, 302, 503])
-def test_retry_after_counts_only_with_429(status: int) -> None:
+@pytest.mark.parametrize("status", [200, 302, 413, 500, 502, 504])
+def test_retry_after_counts_only_with_429_and_503(status: int) -> None:
     assert classify(got(status, {}, retry_after="120"), NOW).retry_after is None
+
+
+PAUSE = Verdict(Fate.OUTAGE, "RATE_LIMITED", "a pause", 503, 60.0)
+PLAIN = (Fate.SUSPECT, "FRONTEND_5XX")
+THROUGH = Verdict(Fate.SENT, "", "confirmed", 200)
+
+
+class Door:
+    """What is remembered of pauses, and the verdicts on one request after another."""
+
+    def __init__(self, most: int = serversync.PAUSES_IN_ROW) -> None:
+        self.most, self.paused, self.pauses = most, frozenset[int](), 0
+
+    def hears(self, verdict: Verdict, *seqs: int) -> tuple[Fate, str]:
+        heard, self.paused, self.pauses = serversync.heed(
+            verdict, seqs, self.paused, self.pauses, self.most
+        )
+        return heard.fate, heard.code
+
+
+def test_the_fourth_pause_of_the_same_entries_in_a_row_is_a_plain_503() -> None:
+    door = Door()
+    heard = [door.hears(PAUSE, 1, 2, 3) for _ in range(5)]
+    assert heard == [(Fate.OUTAGE, "RATE_LIMITED")] * 3 + [PLAIN] * 2
+
+
+def test_a_poisonous_entry_is_found_although_others_get_through_between_its_pauses() -> None:
+    """As it goes: one alone after each pause, then two, then four."""
+    door = Door()
+    for end in (16, 8, 6):
+        assert door.hears(PAUSE, *range(1, end)) == (Fate.OUTAGE, "RATE_LIMITED")
+        assert door.hears(THROUGH, end - 2)[0] is Fate.SENT
+    assert door.hears(PAUSE, 3, 4) == PLAIN
+    assert door.hears(PAUSE, 3) == PLAIN
+    assert door.hears(THROUGH, 4)[0] is Fate.SENT
+    assert door.hears(THROUGH, *range(100, 200))[0] is Fate.SENT
+    assert door.hears(PAUSE, 3, 200, 201) == PLAIN, "hours later it holds nobody up"
+
+
+def test_pauses_of_other_entries_or_after_their_success_are_counted_anew() -> None:
+    door = Door()
+    for first in range(1, 100, 2):
+        assert door.hears(PAUSE, first, first + 1) == (Fate.OUTAGE, "RATE_LIMITED")
+    for _ in range(10):
+        assert door.hears(PAUSE, 1, 2) == (Fate.OUTAGE, "RATE_LIMITED")
+        assert door.hears(THROUGH, 1)[0] is door.hears(THROUGH, 2)[0] is Fate.SENT
+
+
+def test_a_429_is_a_pause_however_often_it_comes_and_a_plain_503_none() -> None:
+    door = Door()
+    often = [door.hears(replace(PAUSE, status=429), 1) for _ in range(50)]
+    assert set(often) == {(Fate.OUTAGE, "RATE_LIMITED")}
+    assert door.hears(Verdict(*PLAIN, "trouble", 503), 1) == PLAIN
+    assert door.pauses == 0
+
+
+def test_one_who_waits_for_nothing_takes_the_first_pause_of_a_503_for_a_plain_one() -> None:
+    assert Door(most=0).hears(PAUSE, 1, 2) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("status", "tries", "holds"), [(503, 1, True), (503, 3, True), (503, 4, False), (429, 99, True)]
+)
+def test_a_pause_that_the_settings_were_told_holds_for_all_a_503_not_for_ever(
+    status: int, tries: int, holds: bool
+) -> None:
+    assert serversync.speaks_for_all(replace(PAUSE, status=status), tries) is holds
+    assert not serversync.speaks_for_all(Verdict(*PLAIN, "trouble", 503), tries)
+
+
+@given(st.integers(1, 1000), st.floats(0, 3600), st.floats(0, 1))
+def test_a_wait_is_the_backoff_and_at_least_the_pause_that_was_asked_for(
+    tries: int, pause: float, jitter: float
+) -> None:
+    wait = serversync.patience(tries, pause, jitter)
+    assert max(pause, backoff(tries, jitter)) <= wait <= 3600
+    assert wait <= max(2 * pause, pause + 256, backoff(tries, jitter))
+    assert serversync.patience(tries, None, jitter) == backoff(tries, jitter)
+
+
+def test_boxes_that_were_told_the_same_pause_come_back_at_moments_of_their_own() -> None:
+    waits = [serversync.patience(1, 60.0, jitter / 100) for jitter in range(101)]
+    assert (min(waits), max(waits)) == (60.0, 120.0)
+    assert len(set(waits)) == 101
+
+
+def test_an_entry_that_was_told_when_to_come_again_is_not_tried_before() -> None:
+    told = Verdict(*PLAIN, "trouble", 503, 600.0)
+    assert next_state(Past(), told, 0, 0, 8, 24, 0.0).delay == 600.0
+    assert next_state(Past(), told, 0, 0, 8, 24, 1.0).delay == 856.0
 
 
 # --- any answer at all ----------------------------------------------------------------------------

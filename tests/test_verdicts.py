@@ -12,7 +12,7 @@ import pytest
 from agent import AgentFactory, NotifySocket
 from backend import Backend
 from frontend import Frontend, Hook, Reply, Request, script
-from ledger import counter, dead_letters, hold, let_hours_pass, receipts, waiting
+from ledger import counter, dead_letters, entity_of, hold, let_hours_pass, receipts, waiting
 from pg import Database
 from waiting import wait_until
 
@@ -152,7 +152,7 @@ def _alone_and_among_a_hundred(
 
     def bad() -> int:
         seq = backend.enqueue()
-        entity = db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (seq,))
+        entity = entity_of(db, seq)
         frontend.poison[entity] = row.reply
         return seq
 
@@ -443,7 +443,7 @@ def test_rejected_entries_die_and_the_others_are_sent_by_the_same_request(
     backend.enqueue_many(100)
     refused = {3: "INVALID_NUMBER", 77: "GONE"}
     for seq, code in refused.items():
-        entity = db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (seq,))
+        entity = entity_of(db, seq)
         frontend.rejected[entity] = code
     assert agent.once().returncode == PERSON
     assert len(frontend.requests) == 1
