@@ -42,6 +42,7 @@ STORED_FILE = Answer(200, b'{"fileUrl": "https://frontend.example/mixed.wav"}')
 DOWN = Answer(502, b"<html>Bad Gateway</html>")
 SHED = {
     "503": Answer(503, b"<html>busy</html>"),
+    "503 with Retry-After": Answer(503, b"<html>busy</html>", retry_after="60"),
     "429": Answer(429, b"{}", retry_after="60"),
     "refuse": Answer(trouble=Trouble.UNREACHABLE, detail="Connection refused"),
 }
@@ -255,7 +256,7 @@ class Box(serversync.Agent):
             if not part:
                 continue
             answer = yield "entries", len(part)
-            verdict = verdict_on(answer)
+            verdict = self.heed(door, verdict_on(answer), part)
             if verdict.fate is Fate.SENT:
                 self.through(door, "entries", part)
                 sent += part
@@ -290,7 +291,7 @@ class Box(serversync.Agent):
             if lane in skip or self.box.due.get(key, 0.0) > self.clock.now:
                 continue
             answer = yield "file", 1
-            verdict = verdict_on(answer)
+            verdict = self.heed(door, verdict_on(answer), [key])
             if verdict.fate is Fate.SENT:
                 self.through(door, "files", [key])
                 self.box.files.remove(call)
