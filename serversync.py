@@ -1078,14 +1078,15 @@ def backoff(tries: int, jitter: float) -> float:
 
 
 def patience(tries: int, pause: float | None, jitter: float) -> float:
-    """The backoff; at least the pause that was asked for, and up to twice that (256 s more).
+    """The backoff; at least the pause that was asked for, and a random part: up to as long again
+    within the cap of a backoff, a tenth of what is longer.
 
     All who were told the same at the same moment, as when the power returns to all of them, or
     until the same date, would else come back together.
     """
     pause = pause or 0.0
-    spread = pause + jitter * min(BACKOFF_CAP, pause)
-    return max(backoff(tries, jitter), min(spread, RETRY_AFTER_CAP))
+    most = max(min(2 * pause, BACKOFF_CAP), 1.1 * pause)
+    return max(backoff(tries, jitter), min(pause + jitter * (most - pause), RETRY_AFTER_CAP))
 
 
 @dataclass(frozen=True)

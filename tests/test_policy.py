@@ -496,7 +496,7 @@ def test_a_wait_is_the_backoff_and_at_least_the_pause_that_was_asked_for(
 ) -> None:
     wait = serversync.patience(tries, pause, jitter)
     assert max(pause, backoff(tries, jitter)) <= wait <= 3600
-    assert wait <= max(2 * pause, pause + 256, backoff(tries, jitter))
+    assert wait <= max(256, 1.1 * pause)
     assert serversync.patience(tries, None, jitter) == backoff(tries, jitter)
 
 
@@ -509,7 +509,7 @@ def test_boxes_that_were_told_the_same_pause_come_back_at_moments_of_their_own()
 def test_an_entry_that_was_told_when_to_come_again_is_not_tried_before() -> None:
     told = Verdict(*PLAIN, "trouble", 503, 600.0)
     assert next_state(Past(), told, 0, 0, 8, 24, 0.0).delay == 600.0
-    assert next_state(Past(), told, 0, 0, 8, 24, 1.0).delay == 856.0
+    assert next_state(Past(), told, 0, 0, 8, 24, 1.0).delay == pytest.approx(660.0)
 
 
 # --- any answer at all ----------------------------------------------------------------------------
