@@ -250,9 +250,13 @@ def measure_link(world: World, report: Report) -> None:
         found = small.slow_drain(world, count, batch)
         rows.append((f"batch {batch}", f"{found.entries / found.seconds:.0f}",
                      f"{found.of_the_link:.0%}", f"{found.of_the_possible:.0%}"))  # fmt: skip
-        report.goal(f"slow link, batch {batch}: of what one request at a time allows",
-                    f"{found.of_the_possible:.0%} ({found.of_the_link:.0%} of the wire)", "≥ 90 %",
-                    found.of_the_possible >= 0.9)  # fmt: skip
+        if batch == 100:  # the round trip is a third of a request of 100: a setting's matter
+            report.goal("slow link, batch 100: of what one request at a time allows",
+                        f"{found.of_the_possible:.0%} ({found.of_the_link:.0%} of the wire)",
+                        "≥ 90 %", found.of_the_possible >= 0.9)  # fmt: skip
+        else:
+            report.goal("slow link, batch 1000: of the wire", f"{found.of_the_link:.0%}",
+                        "≥ 90 %", found.of_the_link >= 0.9)  # fmt: skip
     report.table(
         f"1 Mbit/s, 200 ms: drain {count:,} entries",
         ("", "entries/s", "of the wire", "of what one request at a time allows"),
