@@ -5050,7 +5050,8 @@ class Settings:
         wait = patience(self.tries, verdict.retry_after, random.random())
         if speaks_for_all(verdict, self.tries):
             self.agent.quiet_until = max(self.agent.quiet_until, now + wait)
-        self.due = self.audio_due = now + max(wait, self.agent.config.settings_interval)
+        self._rest(now, True)
+        self.due = self.audio_due = max(self.due, now + wait)
         reason = clean(verdict.reason, MASKING.known)
         if self.trouble is None:
             self.since = now
@@ -5060,6 +5061,10 @@ class Settings:
             "settings", verdict.code, logging.WARNING, "settings_failed", text,
             ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
         )  # fmt: skip
+
+    def _rest(self, since: float, apart: bool) -> None:
+        """The next pull; what began or failed together, as after a power cut, does not stay so."""
+        self.due = since + self.agent.config.settings_interval * (1.0 + apart * random.random())
 
     # --- the snapshot ---------------------------------------------------------------------------
 
@@ -5075,9 +5080,9 @@ class Settings:
         pull, self.pull = self.pull, None
         elapsed = 0.0 if self.finished is None else now - self.finished
         self._finish(pull, elapsed)
-        self.finished = now
+        self._rest(self.began, self.finished is None)
+        self.tries, self.finished = 0, now
         self.store.run(AUDIO_AGE, elapsed=elapsed)
-        self.tries, self.due = 0, self.began + self.agent.config.settings_interval
         self.audio_due = 0.0
         if self.trouble is not None:
             say(logging.INFO, "recovered", f"settings: recovered after {now - self.since:.0f} s")
