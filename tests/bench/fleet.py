@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import heapq
 import itertools
 import math
@@ -34,6 +35,7 @@ BEFORE = 300.0  # seconds of the outage that are simulated: by then it is the sa
 PER_CALL = 4  # JSON entries: call_log, two events, recording
 ROUND_TRIP = 0.05
 SHED_COST = 0.05  # what it costs the frontend to say no, in requests
+PULL_COST = 0.4  # and what a pull of settings costs: four GETs, nearly always 304
 AUDIO_BYTES = 1_920_000  # a call of a minute
 
 # What the frontend says. Shared: an Answer keeps its parsed body.
@@ -69,6 +71,7 @@ class Scenario:
     uplink: float = 2_000_000.0  # bits a second of a box
     start: str = "outage"  # or "power": all boxes start within 5 s, the frontend is there
     jitter: bool = True  # False: a control, to show what the jitter is for
+    drawn: bool = True  # in the picture
     seed: int = 1
     horizon: float = 2 * 3600.0
 
@@ -112,7 +115,9 @@ class Quiet(serversync.Repeats):
 
 
 QUIET, TALLY = Quiet(), Tally()
-CONFIG: Any = SimpleNamespace(batch_size=100, retry_max=8, retry_hours=24.0, timeout=30.0)
+CONFIG: Any = SimpleNamespace(
+    batch_size=100, retry_max=8, retry_hours=24.0, timeout=30.0, settings_interval=60.0
+)
 PROCESS: Any = SimpleNamespace(reload=False)
 
 Request = tuple[str, int]  # kind, entries
@@ -141,6 +146,22 @@ class Outbox:
         self.due[aside.seq] = now + aside.step.delay
 
 
+class Pulls(serversync.Settings):
+    """When a box asks for its settings."""
+
+    def __init__(self, box: Box) -> None:  # not the agent's own: it has files and tables
+        self.agent, self.repeats = box, QUIET
+        self.pull = self.trouble = self.finished = None
+        self.tries, self.due, self.audio_due, self.since = 0, 0.0, math.inf, 0.0
+
+    def heard(self, answer: Answer, now: float) -> None:
+        if answer is STORED:
+            self._rest(now, self.finished is None)
+            self.tries, self.trouble, self.finished = 0, None, now
+        else:
+            self._not_now(serversync.classify(answer))
+
+
 class Box(serversync.Agent):
     """An agent without a database and without a network: the policy, and what it decides on."""
 
@@ -155,6 +176,7 @@ class Box(serversync.Agent):
         self.waiting = False
         self._nested_until = 0.0
         self.turn = 0  # of its last event; older ones are void
+        self.settings: Any = Pulls(self)
         self.left_over = True  # not through with the backlog
         self.asleep = True
         self.life = self.live()
@@ -329,16 +351,16 @@ class Web:
             self.shed += 1
             self.free = begun + SHED_COST / what.capacity
             return now + ROUND_TRIP, SHED[what.overload]
-        self.free = begun + 1 / what.capacity
+        self.free = begun + (PULL_COST if kind == "pull" else 1) / what.capacity
         done, patience = self.free + ROUND_TRIP, CONFIG.timeout
         if kind == "file":
             moving = AUDIO_BYTES * 8 / what.uplink
             done = max(done, now + moving + ROUND_TRIP)
             patience = moving + serversync.answer_patience(AUDIO_BYTES)
         if done - now > patience:
-            self.in_vain += 1
+            self.in_vain += kind != "pull"
             return now + patience, SILENT
-        return done, STORED if kind == "entries" else STORED_FILE
+        return done, STORED_FILE if kind == "file" else STORED
 
 
 @dataclass
@@ -349,6 +371,7 @@ class Result:
     requests: array[int]
     served: array[int]
     wakes: array[int]  # boxes that begin to ask; each may then ask a few times in a row
+    pulls: array[int]  # GETs of settings: four, or one that is refused
     backlog: int  # requests that carry it, had each box sent its own in full batches
     recovered: float = math.inf  # seconds after the return until nothing was left of the backlog
     most_done: float = math.inf  # until 99 of 100 boxes were through
@@ -417,8 +440,8 @@ class Simulation:
         self.numbers = itertools.count()
         self.left = 0  # boxes that are not through with the backlog
         size = int(BEFORE + scenario.horizon) + 2
-        requests, served, wakes = (array("I", bytes(4 * size)) for _ in range(3))
-        self.result = Result(scenario, requests, served, wakes, 0)
+        requests, served, wakes, pulls = (array("I", bytes(4 * size)) for _ in range(4))
+        self.result = Result(scenario, requests, served, wakes, pulls, 0)
 
     def run(self) -> Result:
         started = time.perf_counter()
@@ -433,6 +456,8 @@ class Simulation:
                 self.result.events += 1
                 if answer is CALL:
                     self._call_ends(box)
+                elif answer is PULL:
+                    self._pull(box)
                 elif turn == box.turn:
                     self._step(box, answer)
         result = self.result
@@ -447,8 +472,10 @@ class Simulation:
         self.left += 1
         self.result.backlog += calls + math.ceil(calls * PER_CALL / CONFIG.batch_size)
         if what.start == "power":
-            at = BEFORE + luck.uniform(0, 5)
+            pull = at = BEFORE + luck.uniform(0, 5)
         else:
+            pull = luck.uniform(0, serversync.BACKOFF_CAP) if what.jitter else luck.uniform(0, 5)
+            box.settings.tries = 300
             # After hours no two go together: the waits under way are long, and somewhere in
             # their middle. Without jitter, what failed together goes together.
             wait = serversync.BACKOFF_CAP * (math.sqrt(luck.random()) if what.jitter else 0.5)
@@ -457,10 +484,11 @@ class Simulation:
             box.entries.outage = Outage("FRONTEND_5XX", "", 0.0, 300, at)
         self._at(at, box)
         self._at(BEFORE + luck.expovariate(what.calls / DAY), box, CALL)
+        self._at(pull, box, PULL)
 
     def _at(self, at: float, box: Box, answer: Any = None) -> None:
         number = next(self.numbers)
-        if answer is not CALL:
+        if answer is not CALL and answer is not PULL:
             box.turn = number
         heapq.heappush(self.events, (at, number, box, answer))
 
@@ -484,6 +512,14 @@ class Simulation:
                 self.result.served[second] += 1
         self._at(at, box, answer)
 
+    def _pull(self, box: Box) -> None:
+        now, settings = self.clock.now, box.settings
+        if box.quiet_until <= now:
+            answer = self.web.ask(now, "pull")[1]
+            settings.heard(answer, now)
+            self.result.pulls[int(now)] += 4 if answer is STORED else 1
+        self._at(max(settings.due, box.quiet_until), box, PULL)
+
     def _through(self, box: Box) -> None:
         box.left_over = False
         self.left -= 1
@@ -502,7 +538,7 @@ class Simulation:
             self._at(self.clock.now, box)
 
 
-CALL = object()
+CALL, PULL = object(), object()
 
 
 def simulate(scenario: Scenario) -> Result:
@@ -513,12 +549,16 @@ def simulate(scenario: Scenario) -> Result:
 
 
 def scenarios(most: int) -> list[Scenario]:
-    thousand, many = Scenario(1000, 30), Scenario(100_000, 3000)
-    found = [Scenario(1, 30)]
-    found += [replace(thousand, overload=how) for how in ("429", "503", "wait")]
-    found += [replace(thousand, capacity=10, overload="wait", horizon=3600.0)]
+    one, thousand, many = Scenario(1, 30, drawn=False), Scenario(1000, 30), Scenario(100_000, 3000)
+    found = [replace(one, seed=5), replace(thousand, overload="429")]
+    found += [replace(thousand, overload="503 with Retry-After", drawn=False)]
+    found += [replace(thousand, overload="503")]
+    found += [replace(thousand, overload="wait", drawn=False)]
+    found += [replace(thousand, capacity=15, overload="wait", horizon=3600.0)]
+    found += [replace(thousand, overload="429", start="power", drawn=False)]
     found += [replace(thousand, overload="429", jitter=False)]
-    found += [replace(many, overload=how) for how in ("429", "refuse", "wait")]
+    found += [replace(many, overload="429")]
+    found += [replace(many, overload=how, drawn=False) for how in ("refuse", "wait")]
     found += [replace(many, overload="429", start="power")]
     return [scenario for scenario in found if scenario.boxes <= most]
 
@@ -528,12 +568,13 @@ HEADER = (
     "frontend",
     "requests/s in the outage",
     "fullest second of it (chance alone)",
-    "requests/s after it: most, for a minute",
+    "requests/s after it: fullest second, minute",
     "99 % of the boxes through",
     "all through",
     "the frontend's own minimum",
     "refused in vain",
     "stored twice",
+    "GETs of settings/s: mean, fullest second",
 )
 
 
@@ -541,25 +582,29 @@ def row(result: Result) -> list[str]:
     what = result.scenario
     before = result.between(-BEFORE, 0)
     wakes = result.between(-BEFORE, 0, result.wakes)
-    after = result.between(0, what.horizon)
+    end = min(what.horizon, result.recovered)
+    after, pulls = result.between(0, end), result.between(0, end, result.pulls)
     mean = sum(before) / len(before)
     minutes = [sum(after[at : at + 60]) / 60 for at in range(0, len(after), 60)]
-    least = result.backlog / what.capacity
     quiet = what.start == "power"
+    chance = chance_spike(sum(wakes) / len(wakes), len(wakes))
     return [
         f"{what.boxes:,}",
         what.name.split(", ", 1)[1],
         "–" if quiet else f"{mean:.3g}",
-        "–"
-        if quiet
-        else f"{spike(wakes):.2f} × ({chance_spike(sum(wakes) / len(wakes), len(wakes)):.2f} ×)",
-        f"{max(minutes, default=0.0):.3g}",
+        "–" if quiet or what.boxes == 1 else f"{spike(wakes):.2f} × ({chance:.2f} ×)",
+        f"{max(after):,}, {short(max(minutes))}",
         duration(result.most_done),
         duration(result.recovered),
-        duration(least),
-        f"{result.shed:,} ({result.shed / max(1, sum(after)):.0%})",
+        duration(result.backlog / what.capacity),
+        f"{result.shed:,} ({result.shed / max(1, sum(after) + sum(pulls)):.0%})",
         f"{result.in_vain:,}",
+        f"{short(sum(pulls) / len(pulls))}, {max(pulls):,}",
     ]
+
+
+def short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def duration(seconds: float) -> str:
@@ -575,12 +620,18 @@ def picture(results: Sequence[Result]) -> str:
     panels = []
     for result in results:
         what = result.scenario
+        if not what.drawn:
+            continue
         end = min(what.horizon, max(600.0, result.recovered * 1.15))
         if end == math.inf:
             end = what.horizon
-        width = max(1, int((BEFORE + end) / 300))
+        width = max(1, int((BEFORE + end) / 150))
         lines = []
-        for name, bins in (("requests", result.requests), ("stored", result.served)):
+        for name, bins in (
+            ("entries and recordings: requests", result.requests),
+            ("stored", result.served),
+            ("GETs of settings", result.pulls),
+        ):
             counts = result.between(-BEFORE, end, bins)
             points = [
                 ((at + width / 2 - BEFORE) / 60, sum(counts[at : at + width]) / width)
@@ -648,8 +699,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    # A process for each: its memory is gone afterwards.
-    with multiprocessing.Pool(arguments.jobs, maxtasksperchild=1) as pool:
+    # A process for each: its memory is gone afterwards. Looking for garbage among a hundred
+    # thousand boxes, again and again, would take two thirds of the time; there is none.
+    with multiprocessing.Pool(arguments.jobs, gc.disable, maxtasksperchild=1) as pool:
         for result in pool.imap(simulate, scenarios(arguments.boxes)):
             print(f"{result.scenario.name}: all through after {duration(result.recovered)} "
                   f"({result.events:,} events in {result.seconds:.1f} s)", flush=True)  # fmt: skip

@@ -47,6 +47,19 @@ def test_fleet_that_is_asked_to_wait_does_so_and_costs_the_frontend_little(
     assert recovery.in_vain == 0
 
 
+@pytest.mark.parametrize("overload", ["429", "503 with Retry-After"])
+def test_fleet_that_starts_at_once_and_is_asked_to_wait_does_not_come_back_in_step(
+    overload: str,
+) -> None:
+    """The power returns to all of them: what the first seconds see must not come again."""
+    result = simulate(replace(SMALL, start="power", overload=overload))
+    assert result.shed, "the frontend was to be overloaded"
+    for bins, first in ((result.requests, 10), (result.pulls, 10)):
+        together = max(result.between(0, first, bins))
+        later = max(result.between(first, result.recovered, bins))
+        assert later < together / 2
+
+
 def test_single_box_is_through_at_most_one_longest_wait_after_the_frontend_returns() -> None:
     result = simulate(Scenario(boxes=1, capacity=100, uplink=1e9))
     assert result.recovered < 256 + 30
@@ -62,4 +75,4 @@ def test_fleet_s_report_is_a_table_and_a_picture(recovery: Result, tmp_path: Pat
     assert f"| {SMALL.boxes} | 10 requests/s, answers 429 when full |" in text
     assert text.count("\n| ") == 2
     picture = ElementTree.fromstring(fleet.picture([recovery, recovery]))
-    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 4
+    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 6
