@@ -1814,17 +1814,32 @@ select string_agg(id::text, ','), string_agg(size::text, ','),
                filter (where size <= %(bytes)s::bigint) || ']}}', 'UTF8') end
 from measured where total <= %(bytes)s::bigint or total = size
 """
-# A piece of one large entry, with the digest of the whole: all pieces must be of one text.
-SLICE: Final = f"""
+# The whole text of one large entry; the head of two statements that follow.
+WHOLE: Final = f"""
 with whole as materialized (
     select convert_to({ENTRY}, 'UTF8') as text
     from (select null::text as op) as absent
     cross join lateral (select id, entity_type, entity_id, payload, created_at, op::text as op
                         from sync_outbox where id = %(seq)s and processed_at is null) as o
+), written as (
+    select encode(sha256(text), 'hex') as digest, text from whole
 )
-select encode(sha256(text), 'hex'), substring(text from %(start)s::int for %(length)s::int)
-from whole
 """
+# Where it is kept while it is sent: without that each slice would write all of it out again. A
+# temporary table is not in the log. Uncompressed, so that a slice reads no more than itself.
+# Dropped afterwards: autovacuum cannot freeze what a session of months keeps for itself.
+DROP_WRITTEN: Final = "drop table if exists pg_temp.serversync_written"
+MAKE_WRITTEN: Final = """
+drop table if exists pg_temp.serversync_written;
+create temporary table serversync_written (digest text, text bytea);
+alter table pg_temp.serversync_written alter column text set storage external
+"""
+WRITE_OUT: Final = WHOLE + "insert into pg_temp.serversync_written select * from written"
+# A piece of it, with the digest of the whole: all pieces must be of one text.
+PIECE: Final = "select digest, substring(text from %(start)s::int for %(length)s::int) from "
+SLICE: Final = PIECE + "pg_temp.serversync_written"
+# For a role without the right to make temporary tables: slow, all is written out again.
+SLICE_ANEW: Final = WHOLE + PIECE + "written"
 # Recordings that may go now: not waiting, not behind another file of their lane, not behind any
 # earlier JSON entry of it. `second`: their call already has another recording at the frontend.
 FETCH_FILES: Final = """
@@ -2171,6 +2186,7 @@ class Database:
         self._optional_wait = OPTIONAL_FIRST
         self._notifications = 0
         self._identity: tuple[int, Any] | None = None
+        self._written, self._may_write = 0, True  # the large entry whose text is written out
         self._hints: list[str] = []
 
     # --- the connection -------------------------------------------------------------------------
@@ -2213,7 +2229,7 @@ class Database:
         if self.conn is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 self.conn.close()
-        self.conn, self.locked = None, False
+        self.conn, self.locked, self._written = None, False, 0
 
     @property
     def local(self) -> bool:
@@ -2381,6 +2397,7 @@ class Database:
     def fetch(
         self, after: int, until: int, size: int, limit: int, skip: Sequence[str], fresh: bool
     ) -> Batch:
+        self.drop_written()  # what was sent before is through, or begins anew
         rows = self.run(
             FETCH,
             after=after,
@@ -2402,8 +2419,26 @@ class Database:
         return [FileEntry(*row) for row in rows]
 
     def slice(self, seq: int, start: int, length: int) -> tuple[str, bytes]:
-        rows = self.run(SLICE, seq=seq, start=start + 1, length=length)
+        """A piece of one entry's text and the digest of the whole. The text is written out with
+        the first piece, and in another session again."""
+        if start == 0 or self._written != seq:
+            self._write_out(seq)
+        sql, params = (SLICE, {}) if self._may_write else (SLICE_ANEW, {"seq": seq})
+        rows = self.run(sql, start=start + 1, length=length, **params)
         return (rows[0][0], bytes(rows[0][1])) if rows else ("", b"")
+
+    def _write_out(self, seq: int) -> None:
+        self._written, self._may_write = seq, True
+        try:
+            self.run(MAKE_WRITTEN)
+            self.run(WRITE_OUT, seq=seq)
+        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.DiskFull):
+            self._may_write = False
+
+    def drop_written(self) -> None:
+        if self._written:
+            self._written = 0
+            self.run(DROP_WRITTEN)
 
     def lanes(self, seqs: Sequence[int]) -> dict[int, tuple[str, str]]:
         return {row[0]: (row[1], row[2]) for row in self.run(LANES, seqs=list(seqs))}

@@ -357,6 +357,63 @@ def test_a_large_entry_goes_alone_and_in_slices(
     assert running.rss_peak_kib() - before < 6 * 1024
 
 
+# Counts how often the text of an entry is made.
+COUNTED = """
+    create sequence written;
+    alter function serversync.entry rename to entry_itself;
+    create function serversync.entry(
+        bigint, text, uuid, jsonb, timestamptz, text, boolean, text
+    ) returns text language plpgsql as $$
+    begin
+        perform nextval('written');
+        return serversync.entry_itself($1, $2, $3, $4, $5, $6, $7, $8);
+    end $$
+"""
+
+
+def times_written(db: Database, frontend: Frontend, agent: AgentFactory, mebibytes: int) -> int:
+    """How often the text of an entry of so many mebibytes is made, to send it."""
+    db.execute("alter sequence written restart")
+    [seq] = insert(db, [("a", {"text": "\u30c6" * (mebibytes * 1024 * 1024 // 3)})])
+    assert agent.once().returncode == 0
+    assert check_wire(db, frontend.requests[-1]) == [seq]
+    assert frontend.requests[-1].length > mebibytes * 1024 * 1024 - 3
+    times: int = db.value("select last_value from written")
+    return times
+
+
+def test_the_text_of_a_large_entry_is_made_once_and_not_for_each_slice(
+    db: Database, frontend: Frontend, agent: AgentFactory
+) -> None:
+    assert agent.once().returncode == 0
+    db.execute(COUNTED)
+
+    assert times_written(db, frontend, agent, 1) == times_written(db, frontend, agent, 4) <= 3
+
+    # A role that may not make temporary tables gets there too, the slow way.
+    for role in ("public", "voicebot"):
+        db.execute(f"revoke temporary on database {db.name} from {role}")
+    assert times_written(db, frontend, agent, 1) > 3
+
+
+def test_what_is_kept_of_a_large_entry_is_gone_after_it_and_begins_anew_after_a_failure(
+    db: Database, frontend: Frontend, agent: AgentFactory
+) -> None:
+    frontend.on_head = script(Reply(503, after=300_000, close=True))
+    running = agent(SYNC_POLL_INTERVAL_SEC=1)
+    payload = {"text": "\u30c6" * 700_000}
+    [seq] = insert(db, [("a", payload)])
+    wait_until(lambda: waiting(db), what="the first try", state=running.log)
+    payload["text"] = "\u30c8" + payload["text"]
+    db.execute("update sync_outbox set payload = %s where id = %s", (Jsonb(payload), seq))
+    let_hours_pass(db)
+    db.execute("notify serversync")
+    wait_until(lambda: not db.pending(), what="the second try", state=running.log)
+    assert check_wire(db, frontend.requests[-1]) == [seq]
+    kept = "select count(*) from pg_class where relname = 'serversync_written'"
+    wait_until(lambda: db.value(kept) == 0, what="the end of what was kept", state=running.log)
+
+
 def test_an_entry_above_the_limit_is_dead_without_being_sent(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
