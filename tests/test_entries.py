@@ -362,11 +362,11 @@ COUNTED = """
     create sequence written;
     alter function serversync.entry rename to entry_itself;
     create function serversync.entry(
-        bigint, text, uuid, jsonb, timestamptz, text, boolean, text
+        bigint, text, uuid, jsonb, timestamptz, text, jsonb
     ) returns text language plpgsql as $$
     begin
         perform nextval('written');
-        return serversync.entry_itself($1, $2, $3, $4, $5, $6, $7, $8);
+        return serversync.entry_itself($1, $2, $3, $4, $5, $6, $7);
     end $$
 """
 
