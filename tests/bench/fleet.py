@@ -622,9 +622,7 @@ def picture(results: Sequence[Result]) -> str:
         what = result.scenario
         if not what.drawn:
             continue
-        end = min(what.horizon, max(600.0, result.recovered * 1.15))
-        if end == math.inf:
-            end = what.horizon
+        end = min(what.horizon, result.recovered)  # where the simulation ends, too
         width = max(1, int((BEFORE + end) / 150))
         lines = []
         for name, bins in (
@@ -650,24 +648,26 @@ CONCLUSIONS = """
 ## What follows
 
 * Boxes do not go in step. In an outage each asks three times (once where nobody listens) and then
-  waits, up to 256 s, by a dice of its own: the fullest second is no fuller than chance makes it.
-  Without the dice (the control) it would be twenty times the mean. So the jitter stays full, and
-  is applied after the cap.
-* What an outage costs the frontend while it lasts: 0.025 requests a second and box. A hundred
-  thousand boxes make 2,500 a second that a proxy answers with 502: it has to stand that. A larger
+  waits, up to 256 s, by a dice of its own: the fullest second is about as full as chance makes it.
+  Without the dice (the control) it is twenty times the mean. So the jitter stays full, and is
+  applied after the cap.
+* What an outage costs the frontend while it lasts: 0.024 requests a second and box. A hundred
+  thousand boxes make 2,400 a second that a proxy answers with 502: it has to stand that. A larger
   cap would halve it, and double the wait of the last box after the return; 256 s stays.
 * After the return the boxes come back over 256 s, not at once. A frontend that has room for that
   is through in the time its own capacity needs, and those minutes.
-* A frontend that is full should say so, with 429 and Retry-After: every box keeps to it, for all
-  its traffic, and what is refused in vain stays a tenth. The same with a bare 503 costs ten times
-  its capacity in refused requests and twice the time: a 503 may be one entry's fault, so batches
-  are halved to look for it.
+* A frontend that is full should say so, with 429 or 503 and Retry-After: every box keeps to it, for
+  all its traffic, and little is refused in vain. A bare 503 costs ten times its capacity in
+  refused requests, and twice the time: it may be one entry's fault, so batches are halved to look
+  for it.
 * Its queue must be shorter than what agents wait for (SYNC_TIMEOUT_SEC, 30 s). One that queues
-  without end works for clients that have gone, and with too little capacity never gets out of it:
-  the last row but the control. Limit the queue, answer 429; a receiver that looks up the
-  Idempotency-Key first makes the repeats cheap.
+  without end works for clients that have gone, and with too little capacity never gets out of it.
+  Limit the queue, answer 429; a receiver that looks up the Idempotency-Key first makes the repeats
+  cheap.
 * Power that returns to all boxes in the same seconds is the one thing that brings them together:
-  one request each at the start, then the answers, or 429, spread them.
+  once. Pauses and settings pulls have a random part, so the first seconds do not come again.
+* Settings cost more requests than calls do: four GETs a minute and box. They should be answered
+  with 304, from memory; for many boxes FRONTEND_SYNC_INTERVAL_SEC is the number to raise.
 """.strip().splitlines()
 
 
