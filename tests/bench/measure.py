@@ -193,7 +193,7 @@ def measure_uploads(world: World, report: Report) -> None:
                                                                   (0.8, "limit: sendfile"))),
         ("Recordings of 1 MB:", world.count(100, 5), 1_000_000, ((2.0, "curl -F"),)),
     ):  # fmt: skip
-        found = uploads.uploads(world, count, size, rounds=3)
+        found = uploads.uploads(world, count, size, rounds=5)
         ours = found[0]
         by_name = {each.name: each for each in found}
         what = f"{title} {size / MB:,.0f} MB" if count == 1 else f"{title} {count}"

@@ -39,6 +39,7 @@ static struct conn conns[CONNECTIONS];
 static struct {
     uint64_t requests, entries, bytes, large;
     double first, last;   /* CLOCK_REALTIME: head of the first, end of the last request */
+    double file;          /* head of the first recording */
 } stats;
 static FILE *logfile;
 static struct {
@@ -94,9 +95,10 @@ static int finish(int fd, struct conn *c) {
     double at = now();
     if (!strcmp(c->method, "GET") && !strncmp(c->path, "/stats", 6)) {
         snprintf(text, sizeof text,
-                 "{\"requests\":%llu,\"entries\":%llu,\"bytes\":%llu,\"large\":%llu,\"first\":%.6f,\"last\":%.6f}",
+                 "{\"requests\":%llu,\"entries\":%llu,\"bytes\":%llu,\"large\":%llu,\"first\":%.6f,\"last\":%.6f,\"file\":%.6f}",
                  (unsigned long long)stats.requests, (unsigned long long)stats.entries,
-                 (unsigned long long)stats.bytes, (unsigned long long)stats.large, stats.first, stats.last);
+                 (unsigned long long)stats.bytes, (unsigned long long)stats.large, stats.first, stats.last,
+                 stats.file);
         return answer(fd, "200 OK", "application/json", text);
     }
     if (!strncmp(c->path, "/reset", 6)) {
@@ -160,6 +162,7 @@ static int start(int fd, struct conn *c) {
     c->buf[c->head - 2] = kept;
     if (value && c->have == c->head && send(fd, "HTTP/1.1 100 Continue\r\n\r\n", 25, MSG_NOSIGNAL) != 25) return -1;
     if (stats.first == 0 && c->path[1] != 's' && c->path[1] != 'r' && strcmp(c->method, "PROPFIND")) stats.first = now();
+    if (stats.file == 0 && (strstr(c->path, "recording-file") || !strcmp(c->method, "PUT"))) stats.file = now();
     size_t body = c->have - c->head;
     if (c->large && !c->chunked) {
         stats.bytes += body;
