@@ -61,20 +61,25 @@ def times(value: float, of: float) -> str:
 def measure_drain(world: World, report: Report) -> None:
     """Drain 100,000 call logs: batches of 100 and 1000, the limit, the peers."""
     count = world.count(100_000, 1000)
-    drains.drain(world, drains.serversync(100), min(count, 2000))  # warm
-    limit = drains.limit(world, count)
-    ours = drains.drain(world, drains.serversync(100), count)
-    large = drains.drain(world, drains.serversync(1000), count)
-    found = [ours, large]
-    for peer in drains.PEERS_ALL:
-        try:
-            # A slow one is stopped after a while; its rate so far counts.
-            found.append(drains.drain(world, peer, count, seconds=world.peer_seconds))
-        except Exception as error:
-            progress(f"{peer.name} failed: {error}")
-            report.sections.append((f"{peer.name} failed", [f"`{error!r:.500}`"]))
-    again = drains.limit(world, count)
-    limit = min(limit, again, key=lambda each: each.seconds)
+    mine = (drains.serversync(100), drains.serversync(1000))
+    tries: dict[str, list[drains.Drain]] = {}
+    limits = []
+    for _ in range(2):  # in turn, and the better one of each: a shared machine has bad minutes
+        limits.append(drains.limit(world, count))
+        for peer in (*mine, *drains.PEERS_ALL):
+            try:
+                # A slow one is stopped after a while; its rate so far counts.
+                seconds = 600.0 if peer in mine else world.peer_seconds
+                once = drains.drain(world, peer, count, seconds=seconds)
+                tries.setdefault(peer.name, []).append(once)
+            except Exception as error:
+                if peer in mine:
+                    raise
+                progress(f"{peer.name} failed: {error}")
+                report.sections.append((f"{peer.name} failed", [f"`{error!r:.500}`"]))
+    limit = max(limits, key=lambda each: each.rate)
+    found = [max(each, key=lambda once: once.rate) for each in tries.values()]
+    ours, large = found[:2]
     others = [each for each in found if not each.name.startswith("serversync")]
     classical = next((d for d in others if d.name == "classical loop"), None)
     peers = [each for each in others if each is not classical]

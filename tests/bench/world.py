@@ -52,6 +52,9 @@ COUNTED = """
 """
 
 
+FILLER = "create table filler as select repeat('x', 1000) from generate_series(1, 2000000)"
+
+
 @dataclass(frozen=True)
 class Cost:
     """What something cost the database."""
@@ -202,11 +205,16 @@ class World:
             "shared_buffers": "128MB",  # initdb's own default
             "wal_level": "logical",  # one peer can read the log
             "max_wal_size": "4GB",
+            "min_wal_size": "4GB",
             "track_wal_io_timing": "on",
         }
         self.cluster = Cluster(fsync=fsync, settings=settings)
         self.cluster.start()
         self.cluster.prepare()
+        with self.cluster.admin() as admin:  # a log that is new on the disk is slow, for all
+            admin.execute(FILLER)
+            admin.execute("drop table filler")
+            admin.execute("checkpoint")
         self.receiver = Receiver()
         for script in PEERS.glob("*.mjs"):
             shutil.copy(script, NODE_PEERS)
