@@ -776,6 +776,8 @@ def clean(text: str, known: Sequence[str] = (), limit: int = 1024, lines: bool =
     """Text from outside, fit for SQL, the journal and sd_notify, where a line break would begin
     another variable: no control character, no surrogate, no secret, short."""
     text = _without_known(text[: 1 << 20], known)[: 4 * limit]
+    if text.isascii() and text.isprintable() and not _TELLTALE.search(text):
+        return text[:limit]  # as most are
     text = text.encode("utf-8", "replace").decode("utf-8")
     unfit = _CONTROL_BUT_BREAKS if lines else _CONTROL
     return mask(unfit.sub(" ", text))[:limit]
