@@ -676,8 +676,7 @@ class Endpoint:
     tried: dict[str, None] = field(default_factory=dict)  # lanes, in the order of their last try
     held: dict[str, int] = field(default_factory=dict)  # types, and how often they were asked
     suspected: dict[int, int] = field(default_factory=dict)  # successes at failures it hid
-    paused: frozenset[int] = frozenset()  # what a 503 with Retry-After met, and is not sent yet
-    pauses: int = 0  # how often it met some of that
+    paused: dict[int, int] = field(default_factory=dict)  # 503 with Retry-After, by entry: see heed
 
 
 @dataclass
@@ -1080,15 +1079,15 @@ def backoff(tries: int, jitter: float) -> float:
 
 
 def patience(tries: int, pause: float | None, jitter: float) -> float:
-    """The backoff; at least the pause that was asked for, and a random part: up to as long again
-    within the cap of a backoff, a tenth of what is longer.
+    """The backoff; at least the pause that was asked for (an hour at most), and a random part: up
+    to as long again within the cap of a backoff, a tenth of what is longer.
 
     All who were told the same at the same moment, as when the power returns to all of them, or
     until the same date, would else come back together.
     """
-    pause = pause or 0.0
+    pause = min(pause or 0.0, RETRY_AFTER_CAP)
     most = max(min(2 * pause, BACKOFF_CAP), 1.1 * pause)
-    return max(backoff(tries, jitter), min(pause + jitter * (most - pause), RETRY_AFTER_CAP))
+    return max(backoff(tries, jitter), pause + jitter * (most - pause))
 
 
 @dataclass(frozen=True)
@@ -1223,30 +1222,29 @@ def retry_after(text: str | None, now: float) -> float | None:
     return min(max(wait, 0.0), RETRY_AFTER_CAP)
 
 
-def heed(
-    verdict: Verdict, seqs: Iterable[int], paused: frozenset[int], pauses: int, most: int
-) -> tuple[Verdict, frozenset[int], int]:
+def heed(verdict: Verdict, seqs: Sequence[int], paused: dict[int, int], most: int) -> Verdict:
     """A 503 that asks for a pause is believed so many times in a row, then it is a plain 503.
 
-    In a row: of the same entries, whatever got through meanwhile. A poisonous one whose crash
-    looks like this would else hold all traffic each time it is tried; so it is soon halved out of
-    its batch, and what it gets later is plain at once.
+    In a row: of the same entry, whatever got through meanwhile (`paused` counts, and forgets what
+    is sent). A poisonous one whose crash looks like this would else hold all traffic each time it
+    is tried; so it is soon halved out of its batch, and what it gets later is plain at once.
     """
     if verdict.fate is Fate.SENT:
-        paused = paused.difference(seqs) if paused else paused
-        return verdict, paused, pauses if paused else 0
-    if verdict.code != "RATE_LIMITED" or verdict.status != 503:
-        return verdict, paused, pauses
-    again = paused.intersection(seqs)
-    pauses = pauses + 1 if again else 1
-    if pauses > most:
-        reason = f"the frontend has trouble: {verdict.reason}"
-        verdict = replace(verdict, fate=Fate.SUSPECT, code="FRONTEND_5XX", reason=reason)
-    return verdict, again or frozenset(seqs), pauses
+        if paused:
+            for seq in seqs:
+                paused.pop(seq, None)
+    elif verdict.code == "RATE_LIMITED" and verdict.status == 503:
+        often = 1 + max((paused.get(seq, 0) for seq in seqs), default=0)
+        for seq in seqs:
+            remember(paused, seq, paused.get(seq, 0) + 1, 1024)
+        if often > most:
+            reason = f"the frontend has trouble: {verdict.reason}"
+            return replace(verdict, fate=Fate.SUSPECT, code="FRONTEND_5XX", reason=reason)
+    return verdict
 
 
 def speaks_for_all(verdict: Verdict, tries: int) -> bool:
-    """Whether what the settings were told holds for the deliveries, too: a 503, not for ever."""
+    """Whether a pause that one endpoint was told holds for all: a 503, not for ever."""
     return verdict.code == "RATE_LIMITED" and (verdict.status != 503 or tries <= PAUSES_IN_ROW)
 
 
@@ -1337,7 +1335,8 @@ def next_state(
         to = Next.HELD if broken else Next.DEAD
     if to is Next.HELD:
         charged, attempts = False, past.attempts
-    delay = patience(tries, verdict.retry_after, jitter)
+    # What is due in more than an hour counts as due: a clock that was wrong.
+    delay = min(patience(tries, verdict.retry_after, jitter), RETRY_AFTER_CAP)
     return Transition(to, tries, attempts, delay, charged)
 
 
@@ -2581,7 +2580,9 @@ class _Tap:
     _hold = False
 
     def endheaders(self, *args: Any, **more: Any) -> None:
-        self._hold = self.wire.has_body
+        self._hold, self._head = self.wire.has_body, None
+        if self._hold and self.sock is None:
+            self.connect()  # before the body begins: its clocks run
         super().endheaders(*args, **more)  # type: ignore[misc]
 
     def connect(self) -> None:
@@ -5085,9 +5086,8 @@ class Settings:
             return
         self.tries += 1
         wait = patience(self.tries, verdict.retry_after, random.random())
-        if speaks_for_all(verdict, self.tries):
-            self.agent.quiet_until = max(self.agent.quiet_until, now + wait)
-        self._rest(now, True)
+        self._quieten(verdict, self.tries, now, wait)
+        self._rest(now, 60.0)
         self.due = self.audio_due = max(self.due, now + wait)
         reason = clean(verdict.reason, MASKING.known)
         if self.trouble is None:
@@ -5099,9 +5099,16 @@ class Settings:
             ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
         )  # fmt: skip
 
-    def _rest(self, since: float, apart: bool) -> None:
+    def _quieten(self, verdict: Verdict, tries: int, now: float, wait: float) -> None:
+        """A pause holds for the deliveries, too; a 503, which may be of one page, not for hours."""
+        if speaks_for_all(verdict, tries):
+            wait = min(wait, BACKOFF_CAP) if verdict.status == 503 else wait
+            self.agent.quiet_until = max(self.agent.quiet_until, now + wait)
+
+    def _rest(self, since: float, apart: float) -> None:
         """The next pull; what began or failed together, as after a power cut, does not stay so."""
-        self.due = since + self.agent.config.settings_interval * (1.0 + apart * random.random())
+        interval = self.agent.config.settings_interval
+        self.due = since + interval + random.random() * min(apart, interval)
 
     # --- the snapshot ---------------------------------------------------------------------------
 
@@ -5117,7 +5124,7 @@ class Settings:
         pull, self.pull = self.pull, None
         elapsed = 0.0 if self.finished is None else now - self.finished
         self._finish(pull, elapsed)
-        self._rest(self.began, self.finished is None)
+        self._rest(self.began, 300.0 if self.finished is None else 0.0)
         self.tries, self.finished = 0, now
         self.store.run(AUDIO_AGE, elapsed=elapsed)
         self.audio_due = 0.0
@@ -5188,9 +5195,9 @@ class Settings:
             self._audio_failed(file, why.verdict.reason)
             self.audio_tries += 1
             wait = patience(self.audio_tries, why.verdict.retry_after or 1.0, random.random())
-            self.audio_due = time.monotonic() + wait
-            if speaks_for_all(why.verdict, self.audio_tries):
-                self.agent.quiet_until = max(self.agent.quiet_until, self.audio_due)
+            now = time.monotonic()
+            self.audio_due = now + wait
+            self._quieten(why.verdict, self.audio_tries, now, wait)
         finally:
             self.agent.sees_again()
 
@@ -5350,11 +5357,9 @@ class Agent:
         self.waiting = True
         self._say_failed(aside)
 
-    def heed(self, door: Endpoint, verdict: Verdict, seqs: Iterable[int]) -> Verdict:
+    def heed(self, door: Endpoint, verdict: Verdict, seqs: Sequence[int]) -> Verdict:
         """`once` waits for nothing: by its next run it would have forgotten whom to suspect."""
-        most = 0 if self.is_once else PAUSES_IN_ROW
-        verdict, door.paused, door.pauses = heed(verdict, seqs, door.paused, door.pauses, most)
-        return verdict
+        return heed(verdict, seqs, door.paused, 0 if self.is_once else PAUSES_IN_ROW)
 
     def begin_outage(self, door: Endpoint, verdict: Verdict) -> None:
         """What an outage showed is not written to the entries: when it ends, everything is due."""
@@ -5377,8 +5382,8 @@ class Agent:
             ERROR_CODE=verdict.code,
             HTTP_STATUS=verdict.status,
         )
-        if verdict.code == "RATE_LIMITED":
-            self.quiet_until = now + wait
+        if speaks_for_all(verdict, tries):
+            self.quiet_until = max(self.quiet_until, now + wait)
 
     def failed(
         self, door: Endpoint, seq: int, verdict: Verdict, waited: float = 0.0,
@@ -5808,7 +5813,8 @@ class Agent:
             look = self.frontend.stored_length(entry)
             if look.status != 200 or not (look.length or "").isdigit():
                 remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
-                failed = classify(replace(look, detail=f"verification by HEAD: {look.detail}"))
+                look = replace(look, detail=f"verification by HEAD: {look.detail}")
+                failed = classify(look, time.time())
                 fate = failed.fate if failed.fate is Fate.OUTAGE else Fate.SUSPECT
                 return replace(failed, fate=fate), "", answer
             if int(look.length or 0) != ready.size:

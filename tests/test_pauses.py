@@ -99,6 +99,28 @@ def test_a_poisonous_recording_whose_crash_looks_like_a_pause_lets_the_others_go
     assert [r.status for r in frontend.of_kind("file")].count(503) == 4
 
 
+def test_a_store_of_files_that_asks_for_pauses_all_the_time_does_not_hold_the_entries_for_ever(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    """Three in a row hold all traffic; later ones, of whichever file, only the files."""
+    for _ in range(3):
+        backend.end_call(seconds=0.01)
+
+    def refused() -> int:
+        return [request.status for request in frontend.of_kind("file")].count(503)
+
+    def maintenance(_: Request) -> Reply:
+        return Reply(503, {"Retry-After": "0" if refused() < 4 else "3000"}, "")
+
+    frontend.on_file = maintenance
+    running = agent()
+    # Three pauses of the first, then it is set aside; the next one is told to wait for long.
+    wait_until(lambda: refused() == 5, timeout=60, what="a long pause", state=running.log)
+
+    late = backend.enqueue()
+    wait_until(lambda: late in frontend.seqs(), what="an entry meanwhile", state=running.log)
+
+
 def test_once_does_not_take_a_503_for_a_pause_and_finds_the_poisonous_entry(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:

@@ -431,12 +431,10 @@ class Door:
     """What is remembered of pauses, and the verdicts on one request after another."""
 
     def __init__(self, most: int = serversync.PAUSES_IN_ROW) -> None:
-        self.most, self.paused, self.pauses = most, frozenset[int](), 0
+        self.most, self.paused = most, dict[int, int]()
 
     def hears(self, verdict: Verdict, *seqs: int) -> tuple[Fate, str]:
-        heard, self.paused, self.pauses = serversync.heed(
-            verdict, seqs, self.paused, self.pauses, self.most
-        )
+        heard = serversync.heed(verdict, seqs, self.paused, self.most)
         return heard.fate, heard.code
 
 
@@ -459,6 +457,19 @@ def test_a_poisonous_entry_is_found_although_others_get_through_between_its_paus
     assert door.hears(PAUSE, 3, 200, 201) == PLAIN, "hours later it holds nobody up"
 
 
+def test_poisonous_entries_do_not_make_each_other_forgotten() -> None:
+    door = Door()
+    heard = [door.hears(PAUSE, seq) for _ in range(5) for seq in (1, 2, 3)]
+    assert heard == [(Fate.OUTAGE, "RATE_LIMITED")] * 9 + [PLAIN] * 6
+
+
+def test_what_is_remembered_of_pauses_has_a_bound() -> None:
+    door = Door()
+    for first in range(1, 100_000, 1000):
+        door.hears(PAUSE, *range(first, first + 1000))
+    assert len(door.paused) <= 1024
+
+
 def test_pauses_of_other_entries_or_after_their_success_are_counted_anew() -> None:
     door = Door()
     for first in range(1, 100, 2):
@@ -473,7 +484,7 @@ def test_a_429_is_a_pause_however_often_it_comes_and_a_plain_503_none() -> None:
     often = [door.hears(replace(PAUSE, status=429), 1) for _ in range(50)]
     assert set(often) == {(Fate.OUTAGE, "RATE_LIMITED")}
     assert door.hears(Verdict(*PLAIN, "trouble", 503), 1) == PLAIN
-    assert door.pauses == 0
+    assert not door.paused
 
 
 def test_one_who_waits_for_nothing_takes_the_first_pause_of_a_503_for_a_plain_one() -> None:
@@ -495,7 +506,7 @@ def test_a_wait_is_the_backoff_and_at_least_the_pause_that_was_asked_for(
     tries: int, pause: float, jitter: float
 ) -> None:
     wait = serversync.patience(tries, pause, jitter)
-    assert max(pause, backoff(tries, jitter)) <= wait <= 3600
+    assert max(pause, backoff(tries, jitter)) <= wait
     assert wait <= max(256, 1.1 * pause)
     assert serversync.patience(tries, None, jitter) == backoff(tries, jitter)
 
@@ -504,6 +515,12 @@ def test_boxes_that_were_told_the_same_pause_come_back_at_moments_of_their_own()
     waits = [serversync.patience(1, 60.0, jitter / 100) for jitter in range(101)]
     assert (min(waits), max(waits)) == (60.0, 120.0)
     assert len(set(waits)) == 101
+
+
+def test_the_longest_pause_has_a_random_part_too_but_for_what_would_count_as_due() -> None:
+    assert serversync.patience(1, 3600.0, 1.0) == pytest.approx(3960.0)
+    told = Verdict(*PLAIN, "trouble", 503, 3600.0)
+    assert next_state(Past(), told, 0, 0, 8, 24, 1.0).delay == 3600.0
 
 
 def test_an_entry_that_was_told_when_to_come_again_is_not_tried_before() -> None:

@@ -156,7 +156,7 @@ class Pulls(serversync.Settings):
 
     def heard(self, answer: Answer, now: float) -> None:
         if answer is STORED:
-            self._rest(now, self.finished is None)
+            self._rest(now, 300.0 if self.finished is None else 0.0)
             self.tries, self.trouble, self.finished = 0, None, now
         else:
             self._not_now(serversync.classify(answer))
