@@ -1719,6 +1719,7 @@ select (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number'
                  order by id limit 1), false),
        exists (select from serversync.failures)
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
+       exists (select from serversync.uploads),
        now()::text
 """
 # The next due time, in seconds from now: of what came due since the cycle began, or will; only of
@@ -6004,7 +6005,9 @@ class Agent:
         self.settle()
         self.tally = Tally()
         self._heard = self.db.notifications()  # what comes from now on wants another cycle
-        interval, entries, files, self.waiting, self.looked_at = self.db.run(LOOK)[0]
+        interval, entries, files, self.waiting, stored, self.looked_at = self.db.run(LOOK)[0]
+        if stored and self.delete_due == float("inf"):
+            self.delete_due = 0.0
         usable = interval is not None and 0 < interval <= 86400
         self.interval = max(interval, 0.1) if usable else self.config.poll_interval
         if self.waiting and time.monotonic() >= self.stale_due:
@@ -6092,7 +6095,7 @@ class Agent:
 
     def hold(self) -> None:
         """Returns with the connection made and the lock held, however long that takes."""
-        tries = 0
+        tries, held = 0, self.db.locked
         while not self.db.locked:
             self.process.check()
             try:
@@ -6116,7 +6119,8 @@ class Agent:
                 self.repeats.say("database", text, logging.WARNING, "database_outage", text)
                 self.report(text)
                 self.pause(min(0.25 * 2**tries, 15.0) * (0.5 + random.random() / 2))
-        self.delete_due = 0.0
+        if not held:
+            self.delete_due = 0.0
         if self.repeats.over("database") or self.repeats.over("lock"):
             say(logging.INFO, "recovered", "the database is there, and the lock is ours")
 

@@ -134,16 +134,17 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def test_idle_agent_runs_one_or_two_statements_a_polling_interval(
+def test_idle_agent_runs_one_statement_a_polling_interval(
     agent: AgentFactory, db: Database, record_property: Callable[[str, object], None]
 ) -> None:
     log_statements(db)
     agent(SYNC_POLL_INTERVAL_SEC=1).wait_sentence("idle")
-    before = statements(db)
+    pause(1.5)  # what comes once after the start
+    before, began = statements(db), time.monotonic()
     pause(4)
-    during = statements(db) - before
+    during, took = statements(db) - before, time.monotonic() - began
     record_property("statements_in_4_intervals", during)
-    assert 3 <= during <= 10
+    assert 2 <= during <= took + 1
 
 
 def test_idle_agent_on_a_unix_socket_is_asleep(
