@@ -348,7 +348,9 @@ def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(
     assert (outage["endpoint"], outage["code"]) == ("entries", "RATE_LIMITED")
     assert outage["reason"] in rows["outage"]
     assert moment(outage["since"]) <= time.time()
-    assert 3500 <= moment(outage["next_try_at"]) - moment(outage["since"]) <= 3660
+    assert (
+        3500 <= moment(outage["next_try_at"]) - moment(outage["since"]) <= 4020
+    )  # the random part
 
 
 def test_entries_of_no_date_at_all_are_counted(
