@@ -1775,7 +1775,7 @@ serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op
 #   written   the entries as text (`offset 0`: once, not once for each use)
 #   measured  with a running total: the batch ends at so many bytes
 # A first entry that is larger than that comes alone and without its text. The index's order is kept
-# all the way up: sorted aggregates would sort three times more.
+# all the way up, without a sort: `order by` in `measured` and in the aggregates would cost four.
 FETCH: Final = f"""
 with picked as (
     select o.*, pg_column_size(o.payload) as stored
@@ -1807,7 +1807,7 @@ with picked as (
           from sized o where o.before < %(bytes)s::bigint offset 0) as each
     offset 0
 ), measured as (
-    select id, entry, size, sum(size + 1) over (order by id rows unbounded preceding) - 1 as total
+    select id, entry, size, sum(size + 1) over (rows unbounded preceding) - 1 as total
     from written
 )
 select string_agg(id::text, ','), string_agg(size::text, ','),
@@ -1963,7 +1963,7 @@ with durable as materialized (
     insert into serversync.deliveries (kind, first_seq, last_seq, entries, bytes, idempotency_key,
         request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, lane,
         entity_id, url)
-    select %(kind)s, first, last, entries, %(bytes)s, %(key)s, %(request_sha256)s::text,
+    select %(kind)s, first, last, entries, %(bytes)s::bigint, %(key)s, %(request_sha256)s::text,
            %(answer_sha256)s, %(status)s::int, %(outcome)s,
            clock_timestamp() - %(seconds)s::float8 * interval '1 second',
            %(seconds)s::float8 * 1000, %(lane)s::text, %(entity_id)s::uuid, %(url)s::text
@@ -2172,6 +2172,36 @@ INDEX_DEADLINE: Final = 600.0
 OPTIONAL_FIRST, OPTIONAL_MOST = 5.0, 600.0  # a lock that was in the way is soon gone, or not soon
 
 
+class Hot:
+    """A statement of every batch: libpq's own prepared one, whose result need not be waited for at
+    once. A cursor would cost as much again as PostgreSQL's part of it."""
+
+    def __init__(self, name: str, sql: str) -> None:
+        self.name = name.encode()
+        self.params = tuple(dict.fromkeys(re.findall(r"%\((\w+)\)s", sql)))
+        numbers = {f"%({param})s": f"${n}" for n, param in enumerate(self.params, 1)}
+        self.sql = re.sub(r"%\(\w+\)s", lambda param: numbers[param[0]], sql).encode()
+
+
+HOT_FETCH: Final = Hot("serversync_fetch", FETCH)
+HOT_CONFIRM: Final = Hot("serversync_confirm", CONFIRM)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a batch is asked for: the same question may have the same answer."""
+
+    after: int
+    until: int
+    size: int
+    bytes: int
+    skip: tuple[str, ...]
+    fresh: bool
+
+    def params(self) -> dict[str, object]:
+        return vars(self) | {"skip": f"{{{','.join(self.skip)}}}"}
+
+
 class Database:
     """The connection: made, locked, watched, and given up when it is lost."""
 
@@ -2189,6 +2219,9 @@ class Database:
         self._notifications = 0
         self._identity: tuple[int, Any] | None = None
         self._written, self._may_write = 0, True  # the large entry whose text is written out
+        self._prepared: set[bytes] = set()
+        self._asked: Wanted | None = None  # the look ahead that is under way
+        self._ahead: tuple[Wanted, Batch] | None = None  # what came of it
         self._hints: list[str] = []
 
     # --- the connection -------------------------------------------------------------------------
@@ -2232,6 +2265,8 @@ class Database:
             with contextlib.suppress(psycopg.Error, OSError):
                 self.conn.close()
         self.conn, self.locked, self._written = None, False, 0
+        self._asked = self._ahead = None
+        self._prepared.clear()
 
     @property
     def local(self) -> bool:
@@ -2259,13 +2294,22 @@ class Database:
                 raise Lost(str(error)) from None
             raise
 
-    def session(self) -> contextlib.AbstractContextManager[psycopg.Connection[Any]]:
-        """The connection for several statements, within one deadline."""
-        return self._guard()
+    @contextlib.contextmanager
+    def session(
+        self, seconds: float = DB_DEADLINE, keep: bool = False
+    ) -> Iterator[psycopg.Connection[Any]]:
+        """The connection for several statements, within one deadline. Unless they `keep` it, what a
+        look ahead found is worth nothing afterwards."""
+        with self._guard(seconds) as conn:
+            if self._asked is not None:
+                self._take_ahead(conn, self._asked)
+            if not keep:
+                self._ahead = None
+            yield conn
 
     def run(self, sql: str, limit: float = DB_DEADLINE, /, **params: Any) -> list[tuple[Any, ...]]:
         """One statement, in a transaction of its own. Raises Lost or psycopg.Error."""
-        with self._guard(limit) as conn:
+        with self.session(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
             self.used = time.monotonic()
             rows = [] if cursor.rownumber is None else cursor.fetchall()
@@ -2274,6 +2318,54 @@ class Database:
                 # the collector comes by.
                 cursor.pgresult.clear()
             return rows
+
+    def _hot(
+        self, conn: psycopg.Connection[Any], hot: Hot, params: Mapping[str, object]
+    ) -> list[bytes | None]:
+        """One of the hot statements, in a transaction of its own: its row."""
+        self._send(conn, hot, params)
+        try:
+            return self._receive(conn)
+        except psycopg.errors.InvalidSqlStatementName:
+            # psycopg lets go of all that is prepared after a DROP, an ALTER or a ROLLBACK.
+            self._prepared.clear()
+            self._send(conn, hot, params)
+            return self._receive(conn)
+
+    def _send(self, conn: psycopg.Connection[Any], hot: Hot, params: Mapping[str, object]) -> None:
+        if hot.name not in self._prepared:
+            conn.pgconn.send_prepare(hot.name, hot.sql)
+            self._receive(conn)
+            self._prepared.add(hot.name)
+        values = (params[name] for name in hot.params)
+        texts = [None if value is None else str(value).encode() for value in values]
+        if any(b"\0" in text for text in texts if text):  # libpq would end the text there
+            raise psycopg.DataError("PostgreSQL's texts cannot hold a NUL")
+        conn.pgconn.send_query_prepared(hot.name, texts, result_format=psycopg.pq.Format.BINARY)
+        conn.pgconn.flush()
+
+    def _receive(self, conn: psycopg.Connection[Any]) -> list[bytes | None]:
+        """The row of what was sent. By poll: a signal ends no wait inside libpq."""
+        poller, pgconn = select.poll(), conn.pgconn
+        row: list[bytes | None] = []
+        error: psycopg.Error | None = None
+        while True:
+            unsent = pgconn.flush()
+            if unsent or pgconn.is_busy():
+                poller.register(pgconn.socket, select.POLLIN | select.POLLOUT * unsent)
+                poller.poll()
+                self._take_in(conn)
+            elif (result := pgconn.get_result()) is None:
+                break
+            elif result.status == psycopg.pq.ExecStatus.TUPLES_OK:
+                row = [result.get_value(0, column) for column in range(result.nfields)]
+                result.clear()
+            elif result.status != psycopg.pq.ExecStatus.COMMAND_OK:
+                error = psycopg.errors.error_from_result(result)
+        self.used = time.monotonic()
+        if error is not None:
+            raise error
+        return row
 
     # --- the lock -------------------------------------------------------------------------------
 
@@ -2383,10 +2475,13 @@ class Database:
         """How many there were, with those that are here by now: it never waits."""
         if self.conn is not None:
             with self._guard() as conn:
-                conn.pgconn.consume_input()
-                while conn.pgconn.notifies():
-                    self._notifications += 1
+                self._take_in(conn)
         return self._notifications
+
+    def _take_in(self, conn: psycopg.Connection[Any]) -> None:
+        conn.pgconn.consume_input()
+        while conn.pgconn.notifies():
+            self._notifications += 1
 
     # --- entries --------------------------------------------------------------------------------
 
@@ -2396,24 +2491,35 @@ class Database:
     def next_pending(self, after: int) -> int:
         return int(self.run(NEXT_PENDING, after=after)[0][0])
 
-    def fetch(
-        self, after: int, until: int, size: int, limit: int, skip: Sequence[str], fresh: bool
-    ) -> Batch:
+    def fetch(self, wanted: Wanted) -> Batch:
         self.drop_written()  # what was sent before is through, or begins anew
-        rows = self.run(
-            FETCH,
-            after=after,
-            until=until,
-            size=size,
-            bytes=limit - len(BODY_HEAD) - len(BODY_TAIL),
-            skip=list(skip),
-            fresh=fresh,
-        )
-        seqs, sizes, body = rows[0]
-        if not seqs:
+        with self.session(keep=True) as conn:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead[0] == wanted:
+                return ahead[1]
+            return self._batch(self._hot(conn, HOT_FETCH, wanted.params()))
+
+    def look_ahead(self, wanted: Wanted) -> None:
+        """Asks for the batch behind the one that is about to be sent, and does not wait: PostgreSQL
+        writes it out while the frontend answers. `fetch` takes it, if nothing but a CONFIRM came
+        between. It is a transaction of its own, over with its statement."""
+        with self.session() as conn:
+            self._send(conn, HOT_FETCH, wanted.params())
+            self._asked = wanted
+
+    def _take_ahead(self, conn: psycopg.Connection[Any], asked: Wanted) -> None:
+        """Before any other statement can go out. If it failed, the next one says why."""
+        self._asked = None
+        with contextlib.suppress(psycopg.Error):
+            self._ahead = (asked, self._batch(self._receive(conn)))
+
+    @staticmethod
+    def _batch(row: Sequence[bytes | None]) -> Batch:
+        seqs, sizes, body = row
+        if not seqs or not sizes:
             return Batch([], [], b"")
         return Batch(
-            [int(seq) for seq in seqs.split(",")], [int(n) for n in sizes.split(",")], body or b""
+            list(map(int, seqs.split(b","))), list(map(int, sizes.split(b","))), body or b""
         )
 
     def fetch_files(self, after: int, skip: Sequence[str], fresh: bool) -> list[FileEntry]:
@@ -2464,7 +2570,8 @@ class Database:
             "directory": receipt.directory,
             "files": receipt.files,
         }
-        marked = self.run(CONFIRM, **params)[0][0]
+        with self.session(keep=True) as conn:
+            marked = int.from_bytes(self._hot(conn, HOT_CONFIRM, params)[0] or b"", "big")
         if marked < len(seqs) and self.run(STILL_PENDING, seqs=params["seqs"])[0][0]:
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
@@ -2530,6 +2637,7 @@ STALL_RATE: Final = 1000  # less than 1 kB/s for 60 s ends an upload
 CHUNK_MIN, CHUNK_FIRST, CHUNK_MAX = 4 * 1024, 32 * 1024, 256 * 1024
 SENDFILE_MAX: Final = 1024 * 1024  # costs no memory; it never waits for the link
 SLICE_BYTES: Final = 256 * 1024
+AHEAD_MAX: Final = 1024 * 1024  # with larger batches, two of them would be too much for memory
 NOTSENT_LOWAT: Final = 256 * 1024  # keeps our own buffers from hiding how fast the link is
 
 Piece = bytes | memoryview
@@ -5501,6 +5609,7 @@ class Agent:
             self.settle()  # what an upload before left
         sent = after = unread = 0
         self._until = self.db.last()
+        most = self.config.batch_bytes - len(BODY_HEAD) - len(BODY_TAIL)
         door = self.entries
         was_out = door.outage is not None
         while True:
@@ -5510,9 +5619,8 @@ class Agent:
             # file, but that was written before its answer came, would undo the upload.
             out = [*skip, *(aside.lane for aside in door.aside), *self._travelling]
             try:
-                batch = self.db.fetch(
-                    after, self._until, door.size, self.config.batch_bytes, out, fresh
-                )
+                wanted = Wanted(after, self._until, door.size, most, tuple(out), fresh)
+                batch = self.db.fetch(wanted)
             except psycopg.Error as error:
                 unread += 1
                 if unread > 4 or not is_of_the_data(error):
@@ -5523,6 +5631,9 @@ class Agent:
                 return sent
             unread = 0
             after = batch.seqs[-1]
+            steady = door.size == self.config.batch_size and not (out or was_out)
+            if steady and 0 < len(batch.body) <= AHEAD_MAX and not self._nested_until:
+                self.db.look_ahead(replace(wanted, after=after))
             sent += self.deliver(batch)
             if not self._nested_until:  # a long backlog must not keep the settings waiting
                 self.settings.step(audio=False)
