@@ -49,7 +49,7 @@ def run(
     committed: dict[str, float] = {}
     with db.connect() as connection:
         _first(world, connection, insert)
-        world.receiver.reset()
+        world.receiver.reset(log=True)
         begin = time.monotonic()
         for number in range(round(rate * seconds)):
             time.sleep(max(0.0, begin + number / rate - time.monotonic()))

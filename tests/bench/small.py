@@ -98,7 +98,7 @@ def slow_upload(world: World, size: int) -> SlowUpload:
                     "SYNC_RECORDINGS_DIR": backend.recordings_dir,
                     "SYNC_DELETE_AFTER_SEC": 86400}  # fmt: skip
         with world.agent_ready(db, **settings) as agent:
-            world.receiver.reset()
+            world.receiver.reset(log=True)
             call = backend.end_call(seconds=size / 32_000)
             started = time.time()
             pending = "select count(*) from sync_outbox where processed_at is null and id = %s"

@@ -104,11 +104,12 @@ class Receiver:
         found: dict[str, float] = self._ask("GET", "/stats")
         return found
 
-    def reset(self) -> None:
-        self._ask("POST", "/reset")
+    def reset(self, log: bool = False) -> None:
+        """Counts from 0; to `log` what comes is not for measurements of speed."""
+        self._ask("POST", "/reset-and-log" if log else "/reset")
 
     def records(self) -> Iterator[tuple[float, bytes]]:
-        """When each small body was there to its last byte, and the body."""
+        """When each small body was there to its last byte, and the body; of what was logged."""
         with self._log.open("rb") as file:
             while head := file.read(12):
                 at, length = struct.unpack("=dI", head)
