@@ -73,7 +73,7 @@ from enum import Enum
 from functools import cached_property, partial
 from itertools import islice
 from types import NoneType
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, Protocol, TextIO
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import psycopg
@@ -582,6 +582,11 @@ class Batch:
     seqs: list[int]
     sizes: list[int]
     body: bytes  # {"entries":[…]}; empty when the only entry is too large for one piece
+
+    @cached_property
+    def key(self) -> str:
+        """The same entries and bytes have the same key."""
+        return hashlib.sha256(self.body).hexdigest()
 
     def part(self, picked: Sequence[int]) -> Batch:
         """Some of the entries, cut out of the same text (HEAD, entry, comma, entry, …, TAIL)."""
@@ -1816,6 +1821,10 @@ select string_agg(id::text, ','), string_agg(size::text, ','),
                filter (where size <= %(bytes)s::bigint) || ']}}', 'UTF8') end
 from measured where total <= %(bytes)s::bigint or total = size
 """
+# One plan for all batches of a long backlog; see Database._plan_once.
+PLAN_ONCE: Final = "set plan_cache_mode = force_generic_plan"
+PLAN_AS_USUAL: Final = "reset plan_cache_mode"
+PLAN_ONCE_AFTER: Final = 10  # batches: a small backlog is not worth two more statements
 # The whole text of one large entry; the head of two statements that follow.
 WHOLE: Final = f"""
 with whole as materialized (
@@ -1917,7 +1926,7 @@ with durable as materialized (
 ), aged as (
     select id, entity_type,
         case when isfinite(since)  -- date_part: extract() is numeric, and slow
-        then greatest(0, date_part('epoch', clock_timestamp() - since)) else 0 end as lag
+        then greatest(0, date_part('epoch', now() - since)) else 0 end as lag
     from sent
 ), tally as materialized (  -- all that is counted of the entries, in one pass over them
     select entity_type, width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[]) as bucket,
@@ -2220,6 +2229,7 @@ class Database:
         self._identity: tuple[int, Any] | None = None
         self._written, self._may_write = 0, True  # the large entry whose text is written out
         self._prepared: set[bytes] = set()
+        self._planned_once = False
         self._asked: Wanted | None = None  # the look ahead that is under way
         self._ahead: tuple[Wanted, Batch] | None = None  # what came of it
         self._hints: list[str] = []
@@ -2266,6 +2276,7 @@ class Database:
                 self.conn.close()
         self.conn, self.locked, self._written = None, False, 0
         self._asked = self._ahead = None
+        self._planned_once = False
         self._prepared.clear()
 
     @property
@@ -2305,7 +2316,16 @@ class Database:
                 self._take_ahead(conn, self._asked)
             if not keep:
                 self._ahead = None
+                self._plan_once(conn, False)
             yield conn
+
+    def _plan_once(self, conn: psycopg.Connection[Any], once: bool) -> None:
+        """Whether one plan serves for all batches. With a million entries PostgreSQL plans each
+        anew, which takes longer than to write it out. But where lanes are left out, a plan for any
+        of them compares each entry with each lane."""
+        if once is not self._planned_once:
+            conn.execute(PLAN_ONCE if once else PLAN_AS_USUAL)
+            self._planned_once = once
 
     def run(self, sql: str, limit: float = DB_DEADLINE, /, **params: Any) -> list[tuple[Any, ...]]:
         """One statement, in a transaction of its own. Raises Lost or psycopg.Error."""
@@ -2324,6 +2344,8 @@ class Database:
     ) -> list[bytes | None]:
         """One of the hot statements, in a transaction of its own: its row."""
         self._send(conn, hot, params)
+        if self._ahead is not None:
+            _ = self._ahead[1].key  # reckoned while PostgreSQL works
         try:
             return self._receive(conn)
         except psycopg.errors.InvalidSqlStatementName:
@@ -2497,15 +2519,32 @@ class Database:
             ahead, self._ahead = self._ahead, None
             if ahead is not None and ahead[0] == wanted:
                 return ahead[1]
+            self._plan_once(conn, False)
             return self._batch(self._hot(conn, HOT_FETCH, wanted.params()))
 
-    def look_ahead(self, wanted: Wanted) -> None:
+    def look_ahead(self, wanted: Wanted, backlog: bool) -> None:
         """Asks for the batch behind the one that is about to be sent, and does not wait: PostgreSQL
         writes it out while the frontend answers. `fetch` takes it, if nothing but a CONFIRM came
         between. It is a transaction of its own, over with its statement."""
-        with self.session() as conn:
+        with self.session(keep=True) as conn:
+            if backlog:
+                self._plan_once(conn, True)
             self._send(conn, HOT_FETCH, wanted.params())
             self._asked = wanted
+
+    def fileno(self) -> int:
+        return self.conn.pgconn.socket if self.conn else -1
+
+    def coming(self) -> bool:
+        """Takes in what is there of the look ahead; whether there is more to come. A large answer
+        that nobody reads would keep its transaction open for as long as the frontend takes."""
+        if self.conn is None or self._asked is None:
+            return False
+        try:
+            self._take_in(self.conn)
+            return bool(self.conn.pgconn.is_busy())
+        except psycopg.Error:
+            return False  # the next statement says why
 
     def _take_ahead(self, conn: psycopg.Connection[Any], asked: Wanted) -> None:
         """Before any other statement can go out. If it failed, the next one says why."""
@@ -2647,6 +2686,14 @@ Sink = Callable[[bytes], float]
 Body = Callable[[Limit], Generator[Piece, None, bool]]
 
 
+class Beside(Protocol):
+    """What is read while the frontend has not answered yet."""
+
+    def fileno(self) -> int: ...
+
+    def coming(self) -> bool: ...
+
+
 class _PeekedSocket(ssl.SSLSocket):
     """Under TLS a readable socket may only hold session tickets: the first byte of an answer is
     read without waiting, and given back to the reader."""
@@ -2780,6 +2827,7 @@ class Wire:
         self.steady = self.has_body = False
         self.answer_max = ANSWER_MAX
         self.sink: Sink | None = None  # takes the answer's body, if that is a success
+        self.beside: Beside | None = None
         self._complete = False
         self._used = 0.0
         self._pool = self._new_pool()
@@ -2884,6 +2932,8 @@ class Wire:
         limit.extend(self.timeout)
         self._complete = yield from body(limit)
         limit.extend(patience)
+        if self.beside is not None and self._complete:
+            self._read_beside(self.beside)
         if between is None or not self._complete:
             return
         poller = select.poll()
@@ -2901,6 +2951,16 @@ class Wire:
             if events.get(self.sock.fileno()) and self.answered():
                 limit.extend(self.timeout)
                 return
+
+    def _read_beside(self, beside: Beside) -> None:
+        """Until that is all, or an answer is here; the deadline, too, ends what blocks on it."""
+        if not beside.coming():
+            return
+        poller = select.poll()
+        poller.register(beside.fileno(), select.POLLIN)
+        poller.register(self.sock.fileno(), select.POLLIN)
+        while {fd for fd, _ in poller.poll()} == {beside.fileno()} and beside.coming():
+            pass
 
     def answered(self) -> bool:
         """Whether a readable socket holds a piece of an answer."""
@@ -3126,8 +3186,12 @@ class Frontend:
             headers["Authorization"] = f"Bearer {self.config.token}"
         return headers
 
-    def post(self, body: Body, length: int, key: str, most: float = float("inf")) -> Answer:
+    def post(
+        self, body: Body, length: int, key: str, most: float = float("inf"),
+        beside: Beside | None = None,
+    ) -> Answer:  # fmt: skip
         headers = self._headers(key, "application/json", length)
+        self.entries.beside = beside
         self.entries.timeout = patience = min(self.config.timeout, most)
         return self.entries.request("POST", "/api/ingest/sync", headers, body, patience, most)
 
@@ -5633,7 +5697,8 @@ class Agent:
             after = batch.seqs[-1]
             steady = door.size == self.config.batch_size and not (out or was_out)
             if steady and 0 < len(batch.body) <= AHEAD_MAX and not self._nested_until:
-                self.db.look_ahead(replace(wanted, after=after))
+                backlog = sent >= PLAN_ONCE_AFTER * door.size
+                self.db.look_ahead(replace(wanted, after=after), backlog)
             sent += self.deliver(batch)
             if not self._nested_until:  # a long backlog must not keep the settings waiting
                 self.settings.step(audio=False)
@@ -5729,7 +5794,7 @@ class Agent:
         try:
             key, length, body = self._body(part)
             most = left if self._nested_until else float("inf")
-            answer = self.frontend.post(body, length, key, most)
+            answer = self.frontend.post(body, length, key, most, self.db)
         except EntryTrouble as trouble:
             return trouble.verdict, {}
         except psycopg.Error as error:
@@ -5776,7 +5841,7 @@ class Agent:
                 yield text
                 return True
 
-            return hashlib.sha256(text).hexdigest(), len(text), whole
+            return part.key, len(text), whole
         size = part.sizes[0]
         if size > self.config.entry_max_bytes:
             reason = f"{human(size)} is more than SYNC_ENTRY_MAX_BYTES"

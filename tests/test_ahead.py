@@ -1,11 +1,14 @@
 """The look ahead: while the frontend answers, PostgreSQL writes out the next batch. What it found
 is only used if nothing but a confirmation came between; what fails then fails without it, too."""
 
+import re
+
 from agent import AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply, Request
 from ledger import dead, failures, let_hours_pass
 from pg import Database
+from serversync import PLAN_AS_USUAL, PLAN_ONCE
 from waiting import wait_until
 
 BOOM = Reply(500, {}, {"error": "boom"})
@@ -13,6 +16,7 @@ SESSION = """
     select pid, state from pg_stat_activity
     where application_name = 'serversync' and datname = current_database()
 """
+OPEN = SESSION.replace("pid, state", "state, xact_start is not null")
 # An entry that cannot be written out, as large ones cannot; the others can.
 SPOIL = """
     create or replace function serversync.entry(
@@ -69,6 +73,53 @@ def test_next_batch_is_written_out_while_the_frontend_answers(
     assert agent.once(SYNC_BATCH_SIZE=2).returncode == 0
     assert [len(request.entries) for request in frontend.requests] == [2, 2, 1]
     assert frontend.seqs() == [1, 2, 3, 4, 5]
+
+
+def test_next_batch_is_no_open_transaction_however_large_it_is_and_long_the_frontend_takes(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    """More than the socket to PostgreSQL holds: unread, it would keep the statement going."""
+    log_statements(db)
+    backend.enqueue_many(6, padding=150_000)
+    found: list[tuple[object, ...]] = []
+
+    def look(_: Request) -> None:
+        if not found:
+            until_asked_for(db, 2)
+            wait_until(lambda: db.rows(OPEN) == [("idle", False)], 20)
+            found.extend(db.rows(OPEN))
+
+    frontend.on_entries = look
+    done = agent.once(SYNC_BATCH_SIZE=3, DATABASE_URL=db.socket_url)
+    assert done.returncode == 0 and found, done.stderr
+    assert [len(request.entries) for request in frontend.requests] == [3, 3]
+    assert min(len(request.body or b"") for request in frontend.requests) > 400_000
+
+
+def times_planned(db: Database) -> int:
+    """How often PostgreSQL planned a batch."""
+    return len(re.findall(r"STATEMENT:  \n\twith picked as", db.cluster.log()))
+
+
+def test_batches_of_a_long_backlog_are_planned_once_but_not_where_lanes_are_left_out(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    """As PostgreSQL does with a million entries of its own accord, it plans each batch here."""
+    with db.admin() as admin:
+        admin.execute(f"alter database {db.name} set log_planner_stats = on")
+        admin.execute(f"alter database {db.name} set log_statement = 'all'")
+        admin.execute(f"alter database {db.name} set plan_cache_mode = force_custom_plan")
+    before, so_far = times_planned(db), len(db.cluster.log())
+    backend.enqueue_many(80)
+    assert agent.once(SYNC_BATCH_SIZE=2).returncode == 0
+    assert 10 < times_planned(db) - before < 20
+    poisonous = backend.enqueue_many(80)[0] + 40
+    frontend.on_entries = lambda request: BOOM if poisonous in seqs(request) else None
+    agent.once(SYNC_BATCH_SIZE=2)
+    assert db.pending() == [poisonous]
+    # Once more with the lane left out, and from then on again: its entry is known to wait.
+    log = db.cluster.log()[so_far:]
+    assert log.count(f"statement: {PLAN_ONCE}") == log.count(f"statement: {PLAN_AS_USUAL}") == 3
 
 
 def seqs(request: Request) -> list[int]:
