@@ -1993,7 +1993,8 @@ with durable as materialized (
     where each.value is not null
     on conflict (name, label) do update set value = c.value + excluded.value
 )
-select coalesce((select entries from total), 0), (select count(*) from durable)
+select coalesce((select entries from total), 0), (select count(*) from settled),
+       (select count(*) from durable)
 """
 # Whether a row that was marked is not marked: CONFIRM cannot see that itself.
 STILL_PENDING: Final = """
@@ -2311,9 +2312,10 @@ class Database:
     ) -> Iterator[psycopg.Connection[Any]]:
         """The connection for several statements, within one deadline. Unless they `keep` it, what a
         look ahead found is worth nothing afterwards."""
-        with self._guard(seconds) as conn:
-            if self._asked is not None:
+        if self._asked is not None:
+            with self._guard() as conn:
                 self._take_ahead(conn, self._asked)
+        with self._guard(seconds) as conn:
             if not keep:
                 self._ahead = None
                 self._plan_once(conn, False)
@@ -2375,7 +2377,7 @@ class Database:
             unsent = pgconn.flush()
             if unsent or pgconn.is_busy():
                 poller.register(pgconn.socket, select.POLLIN | select.POLLOUT * unsent)
-                poller.poll()
+                poller.poll(TICK * 1000)  # under TLS the rest may be in the library already
                 self._take_in(conn)
             elif (result := pgconn.get_result()) is None:
                 break
@@ -2610,7 +2612,14 @@ class Database:
             "files": receipt.files,
         }
         with self.session(keep=True) as conn:
-            marked = int.from_bytes(self._hot(conn, HOT_CONFIRM, params)[0] or b"", "big")
+            try:
+                row = self._hot(conn, HOT_CONFIRM, params)
+            except psycopg.Error:
+                self._ahead = None  # tried again it may be, until things have changed
+                raise
+        marked, settled, _ = (int.from_bytes(count or b"", "big") for count in row)
+        if settled:  # their lanes waited until now: what stands ahead was found without them
+            self._ahead = None
         if marked < len(seqs) and self.run(STILL_PENDING, seqs=params["seqs"])[0][0]:
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
@@ -2959,8 +2968,10 @@ class Wire:
         poller = select.poll()
         poller.register(beside.fileno(), select.POLLIN)
         poller.register(self.sock.fileno(), select.POLLIN)
-        while {fd for fd, _ in poller.poll()} == {beside.fileno()} and beside.coming():
-            pass
+        while True:
+            ready = {fd for fd, _ in poller.poll(TICK * 1000)}
+            if (self.sock.fileno() in ready and self.answered()) or not beside.coming():
+                return
 
     def answered(self) -> bool:
         """Whether a readable socket holds a piece of an answer."""
@@ -6756,7 +6767,8 @@ class Desk:
 
     def __init__(self, config: Config, name: str) -> None:
         self._silence: threading.Timer | None = None
-        self.patience = config.timeout + 1  # for a request of the agent's that is under way
+        # For the requests of the agent's that are settled: one under way, and the look ahead.
+        self.patience = 2 * config.timeout + 1
         try:
             self.conn = psycopg.connect(
                 config.database_url,

@@ -27,6 +27,11 @@ SPOIL = """
             'payload', payload, 'createdAt', created_at, 'seq', seq / (seq - %d))::text
     $$
 """
+REFUSE = """
+    create function refuse() returns trigger language plpgsql as $$
+        begin raise exception 'not now'; end $$;
+    create trigger refuse before update on sync_outbox execute function refuse()
+"""
 # All from one on take their time.
 SLOW = """
     create or replace function serversync.entry(
@@ -145,6 +150,49 @@ def test_what_was_looked_up_ahead_of_a_failure_is_forgotten(
     let_hours_pass(db)
     assert agent.once(SYNC_BATCH_SIZE=2).returncode == 0
     assert frontend.seqs()[-3:] == [last, poisonous, of_its_call]
+
+
+def test_what_was_looked_up_ahead_of_the_end_of_a_failure_is_forgotten(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    """Its call waited until then, but is next now: none of its entries may overtake another."""
+    of_a = [backend.enqueue(payload={"callLogId": "a"})]
+    frontend.on_entries = lambda request: BOOM if of_a[0] in seqs(request) else None
+    backend.enqueue(payload={"callLogId": "b"})
+    agent.once(SYNC_BATCH_SIZE=2)
+    assert list(failures(db)) == of_a
+    frontend.on_entries = None
+    for call in "babba":
+        seq = backend.enqueue(payload={"callLogId": call})
+        of_a += [seq] if call == "a" else []
+    let_hours_pass(db)
+    before = len(frontend.requests)
+    assert agent.once(SYNC_BATCH_SIZE=2).returncode == 0
+    sent = [seq for request in frontend.requests[before:] for seq in seqs(request)]
+    assert sorted(sent) == sent and [seq for seq in sent if seq in of_a] == of_a
+    assert not db.pending()
+
+
+def test_what_was_looked_up_ahead_of_a_result_that_cannot_be_recorded_is_forgotten(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    """Until it can be, others may have taken what would be next."""
+    backend.enqueue_many(4)
+
+    def spoil(_: Request) -> None:
+        frontend.on_entries = None
+        db.execute(REFUSE)
+
+    frontend.on_entries = spoil
+    running = agent(SYNC_BATCH_SIZE=2)
+    wait_until(lambda: "cannot be recorded" in running.log(), 30, state=running.log)
+    with db.connect(autocommit=False) as connection:
+        connection.execute("drop trigger refuse on sync_outbox")
+        connection.execute("update sync_outbox set processed_at = now() where id > 2")
+    wait_until(lambda: not db.pending(), 60, state=running.log)
+    last = backend.enqueue()
+    wait_until(lambda: last in frontend.seqs(), 30, state=running.log)
+    assert frontend.seqs() == [1, 2, last]
 
 
 def test_what_was_looked_up_ahead_of_a_rejection_is_forgotten(
