@@ -21,6 +21,7 @@ from pathlib import Path
 import chart
 import drains
 import latency
+import narrow
 import small
 import uploads
 from chart import Bars
@@ -310,6 +311,25 @@ def measure_instructions(world: World, report: Report) -> None:
     )  # fmt: skip
 
 
+def measure_narrow(world: World, report: Report) -> None:
+    """The agent as a 32-bit program."""
+    wide, small_one = narrow.widths(
+        world, world.count(50_000, 1000), world.count(5000, 1000), world.count(50, 5)
+    )
+    report.table(
+        "As a 32-bit program (i386)",
+        ("", "64 bits", "32 bits", ""),
+        [(what, show(a), show(b), times(b, a)) for what, a, b, show in (
+            ("instructions an entry, batch 100", wide.entry, small_one.entry, number),
+            ("instructions a MB of recording", wide.mb, small_one.mb, number),
+            ("instructions to start and to end", wide.start, small_one.start, number),
+            ("own CPU, µs an entry", 1e6 * wide.cpu, 1e6 * small_one.cpu, number),
+            ("imports alone, KiB", wide.floor_kib, small_one.floor_kib, number),
+            ("peak RSS, KiB", wide.peak_kib, small_one.peak_kib, number),
+        )],
+    )  # fmt: skip
+
+
 def measure_start(world: World, report: Report) -> None:
     """Start to READY, beyond the imports; and the floor of the memory."""
     found = small.start(world, world.count(15, 3))
@@ -376,6 +396,7 @@ MEASUREMENTS: dict[str, Callable[[World, Report], None]] = {
     "start": measure_start,
     "card": measure_card,
     "instructions": measure_instructions,
+    "narrow": measure_narrow,
     "profile": measure_profile,
     "link": measure_link,
     "idle": measure_idle,

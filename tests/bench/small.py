@@ -206,11 +206,11 @@ class Instructions:
     start: float
 
 
-def _instructions(world: World, db: Database, **settings: Any) -> int:
+def _instructions(world: World, db: Database, around: Sequence[str] = (), **settings: Any) -> int:
     """Instructions of one `once`, start and end included; the same every time but for timers."""
     with world.agent(
         db, "once",
-        prefix=["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"],
+        prefix=[*around, "valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"],
         env={"PYTHONHASHSEED": "0"}, SYNC_TIMEOUT_SEC=300, SYNC_DELETE_AFTER_SEC=86400, **settings,
     ) as agent:  # fmt: skip
         code = agent.wait(1800)
@@ -221,7 +221,9 @@ def _instructions(world: World, db: Database, **settings: Any) -> int:
     return int(found[1])
 
 
-def instructions(world: World, entries: int, megabytes: int) -> Instructions:
+def instructions(
+    world: World, entries: int, megabytes: int, around: Sequence[str] = ()
+) -> Instructions:
     """By the difference of a small and a larger amount: what the start costs falls out."""
     found: dict[tuple[int, int], int] = {}
     for batch in (100, 1000):
@@ -229,18 +231,17 @@ def instructions(world: World, entries: int, megabytes: int) -> Instructions:
             with world.database() as db:
                 enqueue(db, count)
                 first_start(world, db)
-                found[batch, count] = _instructions(world, db, SYNC_BATCH_SIZE=batch)
+                found[batch, count] = _instructions(world, db, around, SYNC_BATCH_SIZE=batch)
     with world.database() as db:
         first_start(world, db)
-        start = _instructions(world, db)
+        start = _instructions(world, db, around)
         sizes = []
         for size in (1, 1 + megabytes):
             backend = Backend(db, world.directory / f"backend-callgrind-{size}")
             call = backend.end_call(seconds=size * 1e6 / 32_000)
             db.execute("update serversync.sender set root_id = null")
-            sizes.append(
-                (call.size, _instructions(world, db, SYNC_RECORDINGS_DIR=backend.recordings_dir))
-            )
+            settings = {"SYNC_RECORDINGS_DIR": backend.recordings_dir}
+            sizes.append((call.size, _instructions(world, db, around, **settings)))
             shutil.rmtree(backend.directory)
     (small, few), (large, many) = sizes
     result = Instructions(
@@ -306,12 +307,12 @@ def start(world: World, rounds: int) -> Start:
     return result
 
 
-def import_floor(world: World) -> int:
+def import_floor(world: World, around: Sequence[str] = ()) -> int:
     """Peak of a process that has only imported what the agent needs, in KiB."""
     code = ("import psycopg, urllib3, systemd.daemon, systemd.journal\n"
             "for line in open('/proc/self/status'):\n"
             "    if line.startswith('VmHWM:'):\n        print(line.split()[1])\n")  # fmt: skip
-    run = [world.python, "-c", code]
+    run = [*around, world.python, "-c", code]
     return min(int(subprocess.check_output(run, text=True)) for _ in range(3))
 
 
