@@ -30,6 +30,7 @@ class Oracle:
     # What the frontend has, read off its growing lists: runs may be long.
     _files: dict[str, set[str]] = field(default_factory=dict)
     _entities: set[str] = field(default_factory=set)
+    _arrived: set[tuple[int, str]] = field(default_factory=set)  # entries: seq and entity
     _read: list[int] = field(default_factory=lambda: [0, 0])
     _settled: set[str] = field(default_factory=set)  # recordings found gone and confirmed
     _below: int = 0  # entries up to here were found marked and arrived
@@ -41,7 +42,9 @@ class Oracle:
             self._files.setdefault(file.call_log_id, set()).add(file.sha256)
             self._read[0] += 1
         while self._read[1] < len(entries):
-            self._entities.add(entries[self._read[1]]["entityId"])
+            entry = entries[self._read[1]]
+            self._entities.add(entry["entityId"])
+            self._arrived.add((entry["seq"], entry["entityId"]))
             self._read[1] += 1
 
     def end_call(self, **how: object) -> Call:
@@ -83,7 +86,7 @@ class Oracle:
         dead = {row[0] for row in self._dead()}
         self._catch_up()
         for seq, entity_id in marked:
-            if seq not in dead and entity_id not in self._entities:
+            if seq not in dead and (seq, entity_id) not in self._arrived:
                 problems.append(f"entry {seq} is marked, and never arrived")
         if marked and not problems:
             # Ids become visible out of order: not up to the very end.

@@ -158,6 +158,7 @@ def test_a_disk_that_goes_and_comes_all_the_time_loses_nothing(
         running.hup()
     wait_for_the_end(oracle, running.log)
     assert not list(disk.root.glob("*/mixed.wav"))
+    assert "is not the one we know" in running.log(), "it never saw the empty mount point"
 
 
 def test_a_disk_that_turns_read_only_while_running_stops_deletions_only(
@@ -360,6 +361,7 @@ def test_a_disk_that_fails_during_a_deletion_loses_nothing_and_sends_nothing_aga
         places = [Path(each.call_id) for each in ended]
     for when in ("1", "1+"):
         done = run_once(agent.env(), prefix=failing(call, places, tmp_path, when))
+        assert "(INJECTED)" in (tmp_path / "trace").read_text() or when == "1+"
         assert "Traceback" not in done.stderr and "a cycle failed" not in done.stderr
         assert not oracle.lost(), (when, done.stderr)
     if any(each.wav.exists() for each in ended):

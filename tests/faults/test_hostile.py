@@ -186,7 +186,7 @@ def test_links_swapped_in_a_tight_loop_lead_to_nothing_outside(
     assert set(dead(db).values()) <= {"FILE_UNSAFE", "FILE_MISSING"}
     assert not db.pending(), done.stderr
     assert not uploads(db), done.stderr
-    assert frontend.uploads
+    assert len(frontend.uploads) > 1  # more than the first call, which nobody attacked
     assert not list((scene.root / TRASH).iterdir())
     if swap is Scene.other_directory:
         kept = [*tmp_path.rglob("b_leg.wav"), *tmp_path.rglob("merged.mp3")]

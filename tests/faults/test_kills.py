@@ -93,4 +93,5 @@ def test_a_kill_at_any_system_call_loses_nothing_and_the_next_start_finishes(
             assert bool(entries) + files <= 1, f"only one request was under way: {where}"
             repeated += entries + files
     print(f"{len(points)} points, {killed} kills, {repeated} entries and files sent again")
-    assert killed
+    # The rest was not reached: a run is not quite like the one that was traced.
+    assert len(points) - killed <= 1 + len(points) // 8

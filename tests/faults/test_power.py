@@ -37,12 +37,15 @@ def lazy() -> Iterator[Cluster]:
 
 
 class Mains:
-    """The power. A row that was committed lazily just before the cut shows what a cut loses."""
+    """The power, of PostgreSQL alone or (each second time) of the agent, too: what that knows in
+    memory must not be needed. A row that was committed lazily just before the cut shows what a cut
+    loses."""
 
-    def __init__(self, db: Database) -> None:
-        self.db = db
+    def __init__(self, db: Database, env: dict[str, str]) -> None:
+        self.db, self.env = db, env
         self.lost = 0  # how many cuts lost the row before
         self.cuts = 0
+        self.agent = Agent(env)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -53,6 +56,8 @@ class Mains:
         with suppress(psycopg.Error):  # it may be down already
             self._connection.execute("insert into last_words values (%s)", (self.cuts,))
         os.kill(self.postmaster, signal.SIGQUIT)  # what pg_ctl -m immediate sends
+        if self.cuts % 2:
+            self.agent.kill()
 
     def restore(self) -> None:
         cluster = self.db.cluster
@@ -64,25 +69,31 @@ class Mains:
         self.cuts += 1
         self._prepare()
 
+    def power_up(self) -> None:
+        if not self.agent.running:
+            self.agent.close()
+            self.agent = Agent(self.env)
+
     def close(self) -> None:
+        self.agent.close()
         self._connection.close()
 
 
 @contextmanager
-def scene(cluster: Cluster, directory: Path) -> Iterator[tuple[Oracle, Mains, Agent]]:
+def scene(cluster: Cluster, directory: Path) -> Iterator[tuple[Oracle, Mains]]:
     db = Database(cluster)
     with cluster.admin() as admin:
         admin.execute(f"alter database {db.name} set synchronous_commit = off")
     db.close()
     db.execute("create table last_words (number int)")
     assert db.value("show synchronous_commit") == "off"
-    mains = Mains(db)
     with Frontend(directory / "frontend") as frontend:
         oracle = Oracle(db, frontend, Backend(db, directory / "backend"))
-        env = agent_env(db, frontend, oracle.backend, SYNC_POLL_INTERVAL_SEC=1)
-        with Agent(env) as agent:
-            yield oracle, mains, agent
-    mains.close()
+        mains = Mains(db, agent_env(db, frontend, oracle.backend, SYNC_POLL_INTERVAL_SEC=1))
+        try:
+            yield oracle, mains
+        finally:
+            mains.close()
     db.close()
     db.drop()
 
@@ -95,14 +106,15 @@ def end_call(oracle: Oracle, **how: object) -> Call:
     return call
 
 
-def check(oracle: Oracle, mains: Mains, agent: Agent, where: object) -> None:
+def check(oracle: Oracle, mains: Mains, where: object) -> None:
     mains.restore()
     assert not oracle.lost(), (oracle.lost(), where)
+    mains.power_up()
     wait_until(
         lambda: not oracle.unfinished(),
         timeout=60,
         what="everything",
-        state=lambda: f"{where}: {oracle.unfinished()}\n{agent.log()[-2000:]}",
+        state=lambda: f"{where}: {oracle.unfinished()}\n{mains.agent.log()[-2000:]}",
     )
     assert not oracle.wrong(), (oracle.wrong(), where)
 
@@ -111,7 +123,7 @@ def test_a_power_cut_around_a_confirmed_upload_loses_no_recording(
     lazy: Cluster, tmp_path: Path
 ) -> None:
     """So many ms after the frontend gave its answer to the upload."""
-    with scene(lazy, tmp_path) as (oracle, mains, agent):
+    with scene(lazy, tmp_path) as (oracle, mains):
         for number in range(CUTS):
             offset = OFFSETS_MS[number * len(OFFSETS_MS) // CUTS if CUTS < 10 else number % 10]
             struck = threading.Event()
@@ -126,9 +138,9 @@ def test_a_power_cut_around_a_confirmed_upload_loses_no_recording(
 
             oracle.frontend.on_end = strike
             end_call(oracle, events=1, extra_files=("b_leg.wav",) if number % 3 == 2 else ())
-            assert struck.wait(60), agent.log()
+            assert struck.wait(60), mains.agent.log()
             oracle.frontend.on_end = None
-            check(oracle, mains, agent, f"{offset} ms after the answer")
+            check(oracle, mains, f"{offset} ms after the answer")
         assert mains.lost, "no cut lost a lazy commit: this shows nothing"
         assert oracle.repeated() <= 4 * mains.cuts
         print(f"{mains.cuts} power cuts, {mains.lost} of them lost a lazy commit")
@@ -138,7 +150,7 @@ def test_a_power_cut_at_the_moment_of_a_deletion_finds_the_url_in_the_database(
     lazy: Cluster, tmp_path: Path
 ) -> None:
     """The sharpest moment: the file has just gone, and all that is left is what was written."""
-    with scene(lazy, tmp_path) as (oracle, mains, agent):
+    with scene(lazy, tmp_path) as (oracle, mains):
         for number in range(CUTS):
             call = end_call(oracle, events=1)
             visible = number % 2 == 0
@@ -151,5 +163,5 @@ def test_a_power_cut_at_the_moment_of_a_deletion_finds_the_url_in_the_database(
                         if visible and connection.execute(row, (seq,)).fetchone():
                             break
                 mains.cut()
-            check(oracle, mains, agent, "the row is visible" if visible else "the file is gone")
+            check(oracle, mains, "the row is visible" if visible else "the file is gone")
         assert mains.lost, "no cut lost a lazy commit: this shows nothing"
