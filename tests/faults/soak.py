@@ -186,6 +186,7 @@ class Soak:
         self.waves: list[Vitals] = []
         self.marathons: list[str] = []
         self.database_spells, self.frontend_spells = Spells(), Spells()
+        self.radio_spells = Spells()  # of those whose way it is
         # In a short run the last third is for what has piled up: it shall meet the faults, too.
         self.busy_until = time.monotonic() + minutes * (40 if minutes < 10 else 60)
         self._next_marathon = time.monotonic() + min(MARATHON_EVERY, minutes * 60) / 3
@@ -634,7 +635,7 @@ class Soak:
             }
             what = rng.choice(list(acts))
             self.count(what)
-            with self.frontend_spells.spell():
+            with self.radio_spells.spell():
                 acts[what]()
                 if "cut" not in what:
                     self.over.wait(rng.uniform(0.5, 4))
@@ -916,7 +917,8 @@ class Soak:
         stop = device.terminated_at
         if stop is not None and start <= stop + STOP_SEC[1] and stop + STOP_SEC[0] <= again:
             return "after a stop that could not wait until the answer was written down"
-        if self.frontend_spells.overlaps(start, end + 0.3):
+        radio = device.radio and self.radio_spells.overlaps(start, end + 0.3)
+        if radio or self.frontend_spells.overlaps(start, end + 0.3):
             return "after the network to the frontend broke"
         if self.database_spells.overlaps(start, soon) or device.fenced:
             return "after the database was lost before the answer was written down"
