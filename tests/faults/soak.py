@@ -32,7 +32,7 @@ import psycopg
 
 import agent as agent_module
 from backend import Backend, Call, random_call_id
-from crew import GRACE_SEC, Crew, Device, Vitals, Way
+from crew import GRACE_SEC, LIBFAKETIME, Crew, Device, Vitals, Way
 from frontend import Reply, Request
 from ledger import let_hours_pass
 from oracle import Oracle
@@ -753,6 +753,8 @@ class Soak:
         enough = sum(self.frontend.faults.values()) >= self.minutes * FAULTS_PER_MINUTE
         if not enough or any(map(operator.lt, reached, at_least)):
             self.problems.append(f"too few faults, calls or kills ({reached}): this says nothing")
+        if LIBFAKETIME is None:
+            self.problems.append("no libfaketime: all clocks were right")
         if not self.sampler.during:
             self.problems.append("no look at the sessions met a request under way")
         if self.sampler.longest_idle > IDLE_SEC:
