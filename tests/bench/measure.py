@@ -493,5 +493,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(out: Path, report: Report, head: Sequence[str]) -> None:
     (out / "bench.md").write_text(markdown(report, head))
     (out / "bench.svg").write_text(
-        chart.bars("serversync beside its peers", head[0].split(": ", 1)[-1][:150], report.groups)
+        chart.bars(
+            "serversync beside its peers",
+            head[0].split(": ", 1)[-1].partition(". The receiver")[0],
+            report.groups,
+        )
     )

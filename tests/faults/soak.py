@@ -41,7 +41,7 @@ from proxy import Proxy
 from waiting import wait_until
 from weather import Repeat, Spells, Weather, digest
 
-CALLS_PER_MINUTE = 280  # at most
+CALLS_PER_MINUTE = 280  # at most, in a hurry; else twice as many: to the end
 FAULTS_PER_MINUTE = 3  # of the frontend, at least, on the slowest machine; usually some dozens
 PENDING_MAX = 1500  # the backend of one house does not end more calls than that in an outage
 BACKOFF_CAP = 256.0
@@ -187,8 +187,7 @@ class Soak:
         self.marathons: list[str] = []
         self.database_spells, self.frontend_spells = Spells(), Spells()
         self.radio_spells = Spells()  # of those whose way it is
-        # In a short run the last third is for what has piled up: it shall meet the faults, too.
-        self.busy_until = time.monotonic() + minutes * (40 if minutes < 10 else 60)
+        self.busy_until = float("inf")
         self._next_marathon = time.monotonic() + min(MARATHON_EVERY, minutes * 60) / 3
 
     def _way(self) -> Way:
@@ -732,11 +731,13 @@ class Soak:
 
     def run(self, hurry: bool, at_least: tuple[int, int]) -> bool:
         """The storm, the calm after it, the verdict and the summary; whether all is well."""
+        if hurry:  # the last third is for what has piled up: it shall meet the faults, too
+            self.busy_until = time.monotonic() + self.minutes * 40
         trouble, self.frontend.trouble = self.frontend.trouble, 0.0
         first, tuples = self.first_call(), self.tuples()
         self.first = first
         self.frontend.trouble = trouble
-        actors = self.actors(int(self.minutes * CALLS_PER_MINUTE))
+        actors = self.actors(int(self.minutes * CALLS_PER_MINUTE * (1 if hurry else 2)))
         for actor in actors:
             actor.start()
         self._storm(at_least)
