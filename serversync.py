@@ -19,10 +19,15 @@ Promises
   What blocks the rest?   Nothing. A bad entry is set aside, and in the end goes to
                           serversync.dead_letters; what is pending is never deleted.
 
-Map
-  configuration . vocabulary . logging and systemd . policy (pure decisions) . SQL . database .
-  frontend . recordings . settings pull . the agent: deliveries . the agent: cycle and loop .
-  command line
+Map: three rooms, each of which names nothing of a later one
+  1 Delivering (from the outbox to the frontend)
+      configuration . vocabulary . logging and systemd . policy (pure decisions) . SQL .
+      database . frontend . recordings . the agent: deliveries . the agent: cycle and loop
+  2 Settings (from the frontend to the backend)
+      what the answers mean (pure) . the tables . announcements' audio . in the agent's loop
+  3 For people (other processes, no lock)
+      the desk . metrics . commands . doctor . the admin interface . the status page .
+      command line
 
 Exit codes, the first that applies
    2  usage
@@ -84,6 +89,11 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.util import Timeout, parse_url
 
 __version__ = "0.1.0"
+
+# ==================================================================================================
+# ROOM 1: Delivering
+# From the outbox to the frontend. It names nothing of rooms 2 and 3, and works without them.
+# ==================================================================================================
 
 # ==================================================================================================
 # Configuration
@@ -3240,14 +3250,14 @@ class Frontend:
         self.settings.answer_max, self.settings.sink = SETTINGS_MAX, None
         return self._ask(path, self._headers("", "", 0), etag, most)
 
-    def audio(self, name: str, etag: str, sink: Sink) -> Answer:
+    def audio(self, path: str, etag: str, sink: Sink) -> Answer:
         """An announcement's audio, into the sink. On a fresh connection: a request on a reused one
         may be repeated, and the sink would get the beginning twice."""
         self.settings.close()
         self.settings.answer_max, self.settings.sink = AUDIO_MAX, sink
         headers = self._headers("", "", 0) | {"Accept": "audio/wav, */*"}
         try:
-            return self._ask(AUDIO_URL + quote(name), headers, etag, float("inf"))
+            return self._ask(path, headers, etag, float("inf"))
         finally:
             self.settings.sink = None
             self.settings.close()
@@ -3793,6 +3803,1086 @@ class Recordings:
         except OSError:  # a new directory of that name is there already
             self._move(bin_fd, root, upload.directory, present, 0o777)
 
+
+# ==================================================================================================
+# The agent: deliveries
+# What is sent, and what becomes of it. Results are recorded only while the lock is held.
+# ==================================================================================================
+
+NESTED_SEC: Final = 3.0  # for entries between two chunks of an upload
+NESTED_EVERY: Final = 2.0
+ASK_EVERY: Final = 30.0
+PROBE_EVERY: Final = 3600.0
+
+
+def unreadable(error: psycopg.Error) -> Verdict:
+    reason = f"PostgreSQL cannot write it out: {error}"
+    return Verdict(Fate.ASIDE, "ENTRY_UNREADABLE", reason)
+
+
+def is_of_the_data(error: psycopg.Error) -> bool:
+    """Whether one entry may be to blame: bad data, program limits, memory, time."""
+    return (error.sqlstate or "")[:2] in ("22", "54") or error.sqlstate in ("53200", "57014")
+
+
+class Busy(Exception):
+    """Another agent holds the lock."""
+
+
+class Chores:
+    """What else is to be done between deliveries; here: nothing."""
+
+    wait = float("inf")  # in how many seconds there is something to do
+    sentence = ""  # what a person should know; empty while all is well
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    def step(self, most: float = float("inf"), audio: bool = True) -> None:
+        """At most one request."""
+
+    def use(self) -> None:
+        """Another configuration."""
+
+    def published(self) -> dict[str, object]:
+        return {"trouble": None, "held": {}}
+
+
+class Agent:
+    """The one loop: holds the lock, drains entries and files, deletes, rests."""
+
+    def __init__(
+        self, config: Config, process: Process, state: StateFile, once: bool,
+        chores: Callable[[Agent], Chores] = Chores,
+    ) -> None:  # fmt: skip
+        self.config, self.process, self.state, self.is_once = config, process, state, once
+        self.db = Database(config.database_url, config.device_id, process)
+        self.frontend = Frontend(config, process)
+        self.recordings = Recordings(config.recordings_dir)
+        lanes = OUTAGE_LANES_ONCE if once else OUTAGE_LANES
+        self.entries = Endpoint("entries", config.batch_size, lanes=lanes)
+        self.files = Endpoint("files", 1, lanes=lanes)
+        self.repeats = Repeats()
+        self.tally = Tally()
+        self.interval = config.poll_interval
+        self.sentence = ""
+        self.deaths = 0
+        self.inflight = 0  # entries of the request that is under way
+        self.probed: dict[str, object] | None = None  # whether recordings can be deleted here
+        self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
+        self.waiting = False  # there are rows in failures
+        self.looked_at = "now"  # the database's time at the head of the cycle
+        self.delete_due = 0.0
+        self.prune_due = time.monotonic() + 300.0
+        self.stale_due = 0.0
+        self._unrecorded: list[tuple[int, Callable[[], object]]] = []
+        self._unverified: dict[int, tuple[str, str, Answer]] = {}
+        self._looks: dict[int, float] = {}  # when a recording was last looked at
+        self._nested_until = 0.0  # not 0: we are between two chunks of an upload
+        self._blind = False  # until the end of this upload
+        self._until = 0  # the last id of this pass
+        self._travelling: list[str] = []  # the lane of the file that is being uploaded
+        self._heard = self._heard_between = 0
+        self._looked = self._between_at = self._busy_at = 0.0
+        self._probe_due = 0.0
+        self._troubled = True  # the last sentence was of trouble: it must not stay
+        self.settings = chores(self)
+
+    # --- recording results ----------------------------------------------------------------------
+
+    def record(self, write: Callable[[], object]) -> None:
+        """Writes a result down before anything else is sent. It may take for ever."""
+        self._unrecorded.append((self.db.generation, write))
+        self.settle()
+
+    def settle(self) -> None:
+        """A result that cannot be recorded is kept: sending it again would not make it better."""
+        tries = 0
+        while self._unrecorded:
+            generation, write = self._unrecorded[0]
+            if generation != self.db.generation:
+                # Nor may anything go on that was read before: the whole cycle begins anew.
+                text = "another sender came between: a result is thrown away"
+                say(logging.WARNING, "fenced", text)
+                self._unrecorded.clear()
+                raise Lost(text)
+            try:
+                if not self.db.locked:
+                    raise Lost
+                write()
+                self._unrecorded.pop(0)
+                self.repeats.over("record")
+            except Lost:
+                if self._nested_until:
+                    raise
+                self.hold()
+            except Exception as error:
+                if not getattr(error, "sqlstate", None):  # not the database's no: a bug of ours
+                    self._unrecorded.pop(0)
+                    raise
+                if self._nested_until:
+                    raise
+                tries += 1
+                text = f"a result cannot be recorded, nothing else is sent: {error}"
+                self.repeats.say("record", str(error), logging.ERROR, "not_recorded", text)
+                self.report(text)
+                if self.is_once and tries >= 5:
+                    raise Unavailable(text) from None
+                self.pause(backoff(min(tries, 5), random.random()))
+
+    # --- what an answer does to an endpoint -----------------------------------------------------
+
+    def succeeded(self, door: Endpoint, size: int) -> None:
+        if door.outage is not None:
+            lasted = time.monotonic() - door.outage.since
+            text = f"{door.name}: recovered after {lasted:.0f} s ({door.outage.code})"
+            say(logging.INFO, "recovered", text, ERROR_CODE=door.outage.code)
+            self.repeats.over(door.name)
+            door.outage = None
+            door.tried.clear()
+        self.write_asides(door)
+        if size >= door.size:
+            most = self.config.batch_size if door is self.entries else 1
+            door.size = next_size(door.size, most, door.gentle)
+
+    def write_asides(self, door: Endpoint) -> None:
+        """Failures that no outage explains."""
+        while door.aside:
+            self._write_aside(door.aside.pop(0))
+
+    def _write_aside(self, aside: Aside) -> None:
+        self.record(partial(self.db.set_aside, aside))
+        self.waiting = True
+        self._say_failed(aside)
+
+    def heed(self, door: Endpoint, verdict: Verdict, seqs: Sequence[int]) -> Verdict:
+        """`once` waits for nothing: by its next run it would have forgotten whom to suspect."""
+        return heed(verdict, seqs, door.paused, 0 if self.is_once else PAUSES_IN_ROW)
+
+    def begin_outage(self, door: Endpoint, verdict: Verdict) -> None:
+        """What an outage showed is not written to the entries: when it ends, everything is due."""
+        now = time.monotonic()
+        before = door.outage
+        tries = before.tries + 1 if before else 1
+        wait = patience(tries, verdict.retry_after, random.random())
+        since = before.since if before else now
+        door.outage = Outage(verdict.code, verdict.reason, since, tries, now + wait)
+        for aside in door.aside:
+            remember(door.suspected, aside.seq, aside.successes)
+        door.aside.clear()
+        door.size, door.gentle = 1, False
+        self.repeats.say(
+            door.name,
+            verdict.code,
+            logging.WARNING,
+            "outage",
+            f"{door.name}: outage, nothing is lost: {verdict.reason} (next try in {wait:.0f} s)",
+            ERROR_CODE=verdict.code,
+            HTTP_STATUS=verdict.status,
+        )
+        if speaks_for_all(verdict, tries):
+            self.quiet_until = max(self.quiet_until, now + wait)
+
+    def failed(
+        self, door: Endpoint, seq: int, verdict: Verdict, waited: float = 0.0,
+        recording_id: str | None = None,
+    ) -> tuple[str, str, Next] | None:  # fmt: skip
+        """One entry, sent alone, did not get through: dead, or set aside. Its lane and type."""
+        row = self.db.past(seq, door.name)
+        if row is None:
+            return None
+        entity_type, lane, call, tries, attempts, at_failure, age, successes, deaths = row
+        hidden = door.suspected.pop(seq, None)
+        known = [n for n in (at_failure, hidden) if n is not None]
+        past = Past(tries, attempts, max(known) if known else None, age)
+        verdict = replace(verdict, reason=clean(verdict.reason, MASKING.known))
+        retry_max, hours = self.config.retry_max, self.config.retry_hours
+        step = next_state(past, verdict, successes, deaths, retry_max, hours, random.random())
+        if step.to is Next.HELD:  # asked more and more rarely, whichever entry is asked
+            asked = door.held.get(entity_type, 0) + 1
+            remember(door.held, entity_type, asked)
+            step = replace(step, delay=backoff(asked, random.random()))
+        elif step.to is Next.DEAD:
+            door.held.pop(entity_type, None)
+        aside = Aside(seq, entity_type, lane, call, verdict, step, successes, waited, recording_id)
+        remember(door.tried, lane, None)
+        if step.to is Next.DEAD:
+            self.record(partial(self.db.bury, aside))
+            self._say_failed(aside)
+        elif step.to is Next.HELD:
+            self.record(partial(self._hold_type, aside))
+            self._say_failed(aside)
+        elif verdict.fate is Fate.SUSPECT and not step.charged:
+            door.aside.append(aside)  # an outage may still explain it
+        else:
+            self._write_aside(aside)
+        if len(door.aside) >= door.lanes:
+            self.begin_outage(door, verdict)
+        return lane, entity_type, step.to
+
+    def _hold_type(self, aside: Aside) -> None:
+        self.waiting = True
+        reached = self.db.hold_type(aside)
+        if reached is not None:  # what is not held yet would be tried in this pass
+            self._until = min(self._until, reached)
+
+    def _say_failed(self, aside: Aside) -> None:
+        verdict, step, entity_type = aside.verdict, aside.step, aside.entity_type
+        self.tally.aside += step.to is not Next.DEAD
+        self.tally.dead += step.to is Next.DEAD
+        self.deaths += step.to is Next.DEAD
+        quiet = verdict.code == "NOT_READY" and step.tries > 1
+        words = {
+            Next.WAITS: f"set aside, next try in {step.delay:.0f} s",
+            Next.DEAD: "given up: it is in serversync.dead_letters",
+            Next.HELD: f"waits: the frontend rejects everything of type {entity_type}",
+        }
+        say(
+            logging.DEBUG if quiet else logging.WARNING,
+            "entry_dead" if step.to is Next.DEAD else "entry_set_aside",
+            f"entry {aside.seq} ({entity_type}) {words[step.to]}: {verdict.reason}",
+            SEQ=aside.seq,
+            ENTITY_TYPE=entity_type,
+            CALL_ID=aside.call,
+            ERROR_CODE=verdict.code,
+            HTTP_STATUS=verdict.status,
+            ATTEMPT=step.attempts,
+            STATUS_FROM="sending",
+            STATUS_TO="dead" if step.to is Next.DEAD else "failed",
+        )
+
+    # --- passes ---------------------------------------------------------------------------------
+
+    def drain(self, door: Endpoint, one_pass: Callable[[Sequence[str], bool], int]) -> None:
+        """Passes from the lowest id on, until one sends nothing. Lower ids may appear late.
+
+        In an outage, lanes that were never tried come first, then those least recently tried:
+        three old poisonous lanes must not look like an outage for ever.
+        """
+        while not self._closed(door):
+            was_out = door.outage is not None
+            sent, dead = 0, self.tally.dead
+            for fresh, skipping in ((True, True), (False, True), (False, False)):
+                if was_out or not skipping:
+                    skip = list(door.tried) if skipping else []
+                    if not skipping:
+                        door.tried.clear()
+                    sent += one_pass(skip, fresh)
+                if was_out and (sent or self._closed(door)):
+                    break
+            if self._closed(door) or self._nested_is_over():
+                return
+            self.write_asides(door)
+            moved = sent or self.tally.dead > dead
+            if door.outage is not None and not moved:
+                # Too few lanes for an outage: each waits by its own backoff.
+                door.outage = None
+                self.repeats.over(door.name)
+            if not moved:
+                return
+
+    def _closed(self, door: Endpoint) -> bool:
+        """Nothing may be tried there now: an outage, a pause that was asked for, or a reload."""
+        undecided = self._nested_until or door.outage or door.aside
+        if self.process.reload and not undecided and not self.is_once:
+            return True
+        due = door.outage.due if door.outage else 0.0
+        return max(due, self.quiet_until) > time.monotonic()
+
+    def _nested_is_over(self) -> bool:
+        return bool(self._nested_until) and (self._blind or time.monotonic() >= self._nested_until)
+
+    def pass_entries(self, skip: Sequence[str], fresh: bool) -> int:
+        """One pass over the entries: how many were sent."""
+        if not self._nested_until:
+            self.settle()  # what an upload before left
+        sent = after = unread = 0
+        self._until = self.db.last()
+        most = self.config.batch_bytes - len(BODY_HEAD) - len(BODY_TAIL)
+        door = self.entries
+        was_out = door.outage is not None
+        while True:
+            self.process.check()
+            self.process.progress()
+            # An upload's own call waits for it: a `recording` that the frontend stores after the
+            # file, but that was written before its answer came, would undo the upload.
+            out = [*skip, *(aside.lane for aside in door.aside), *self._travelling]
+            try:
+                wanted = Wanted(after, self._until, door.size, most, tuple(out), fresh)
+                batch = self.db.fetch(wanted)
+            except psycopg.Error as error:
+                unread += 1
+                if unread > 4 or not is_of_the_data(error):
+                    raise
+                door.size, after = self._unreadable(door, after, error)
+                continue
+            if not batch.seqs:
+                return sent
+            unread = 0
+            after = batch.seqs[-1]
+            steady = door.size == self.config.batch_size and not (out or was_out)
+            if steady and 0 < len(batch.body) <= AHEAD_MAX and not self._nested_until:
+                backlog = sent >= PLAN_ONCE_AFTER * door.size
+                self.db.look_ahead(replace(wanted, after=after), backlog)
+            sent += self.deliver(batch)
+            if not self._nested_until:  # a long backlog must not keep the settings waiting
+                self.settings.step(audio=False)
+            if self._closed(door) or self._nested_is_over() or (was_out and sent):
+                return sent
+
+    def _unreadable(self, door: Endpoint, after: int, error: psycopg.Error) -> tuple[int, int]:
+        """PostgreSQL cannot write out what comes next: it must not block the rest. Returns the next
+        size, and where to go on."""
+        if door.size > 1:
+            return 1, after
+        seq = self.db.next_pending(after)
+        if not seq:
+            raise error
+        self.failed(door, seq, unreadable(error))
+        return 1, seq
+
+    # --- entries --------------------------------------------------------------------------------
+
+    def deliver(self, batch: Batch) -> int:
+        """Sends a batch; one that fails in its two halves, and so on down. How many were sent."""
+        door = self.entries
+        parts = [list(range(len(batch.seqs)))]
+        known: dict[int, tuple[str, str]] = {}
+        out: set[str] = set()  # lanes and types that are left out of every further part
+        sent = 0
+        while parts:
+            self.process.check()
+            self.db.notifications()  # a session that was ended shows here: others send these now
+            picked = parts.pop()
+            if out:
+                picked = self._left(batch, picked, known, out)
+            if door.gentle and len(picked) > door.size:  # larger ones time out: that is known now
+                parts.append(picked[door.size :])
+                picked = picked[: door.size]
+            if not picked:
+                continue
+            part = batch if len(picked) == len(batch.seqs) else batch.part(picked)
+            verdict, rejected = self.send(part)
+            verdict = self.heed(door, verdict, part.seqs)
+            if verdict.fate is Fate.SENT:
+                sent += len(part.seqs) - len(rejected)
+                for seq, reason in rejected.items():
+                    refusal = Verdict(Fate.DEAD, "REJECTED", reason, verdict.status)
+                    self._leave_out(self.failed(door, seq, refusal), out)
+            elif self._nested_until and verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
+                self._blind = True  # perhaps our own upload fills the line: nothing is concluded
+            elif verdict.fate is Fate.OUTAGE:
+                self.begin_outage(door, verdict)
+            elif len(picked) > 1:
+                known = known or self.db.lanes(batch.seqs)
+                if verdict.code in ("NETWORK_TIMEOUT", "TOO_LARGE"):
+                    door.size, door.gentle = max(1, len(picked) // 2), True
+                middle = len(picked) // 2
+                parts += [picked[middle:], picked[:middle]]
+            else:
+                self._leave_out(self.failed(door, part.seqs[0], verdict), out)
+            if self._closed(door) or self._blind:
+                break
+        return sent
+
+    @staticmethod
+    def _leave_out(outcome: tuple[str, str, Next] | None, out: set[str]) -> None:
+        """Its lane; of a held type all, once three lanes spoke for it: one may be truly bad."""
+        if outcome is not None and outcome[2] is not Next.DEAD:
+            out.add(outcome[0])
+            if outcome[2] is Next.HELD:
+                times = sum(each.startswith(f"type {outcome[1]} ") for each in out)
+                out.add(f"type {outcome[1]} {times}" if times < 2 else f"type {outcome[1]}")
+
+    def _left(
+        self, batch: Batch, picked: list[int], known: dict[int, tuple[str, str]], out: set[str]
+    ) -> list[int]:
+        """Without the lanes that wait; what is held by its type makes its lane wait, too."""
+        if not known:
+            known.update(self.db.lanes(batch.seqs))
+        left = []
+        for i in picked:
+            lane, entity_type = known.get(batch.seqs[i], ("", ""))
+            if "type " + entity_type in out:
+                out.add(lane)
+            if lane not in out:
+                left.append(i)
+        return left
+
+    def send(self, part: Batch) -> tuple[Verdict, dict[int, str]]:
+        """One request of entries; what was confirmed is recorded before anything else happens."""
+        left = max(0.5, self._nested_until - time.monotonic())
+        self.inflight = len(part.seqs)
+        if not self._nested_until:
+            done, since = self.tally.entries, time.monotonic() - self.tally.started
+            self.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
+        try:
+            key, length, body = self._body(part)
+            most = left if self._nested_until else float("inf")
+            answer = self.frontend.post(body, length, key, most, self.db)
+        except EntryTrouble as trouble:
+            return trouble.verdict, {}
+        except psycopg.Error as error:
+            if not is_of_the_data(error):
+                raise
+            return unreadable(error), {}
+        finally:
+            self.inflight = 0
+        verdict, rejected = confirm_entries(answer, key, part.seqs, time.time())
+        if verdict.fate is Fate.SENT:
+            digest = key if part.body else None  # see _body
+            receipt = Receipt("entries", length, key, digest, answer)
+            outcome = "conflict_processed" if verdict.code else "sent"
+            stored = [seq for seq in part.seqs if seq not in rejected]
+            self.record(partial(self.db.confirm, stored, "entries", outcome, receipt))
+            self.succeeded(self.entries, len(part.seqs))
+            self.tally.entries += len(stored)
+            self._say_sent(part.seqs, len(stored), key, answer)
+        return verdict, rejected
+
+    @staticmethod
+    def _say_sent(seqs: Sequence[int], stored: int, key: str, answer: Answer) -> None:
+        ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
+        ms = round(answer.duration * 1000)
+        say(
+            logging.INFO,
+            "entries_sent",
+            f"sent {count(stored, 'entry', 'entries')}, {ends}, in {ms} ms",
+            SEQ=seqs[0],
+            SEQ_LAST=seqs[-1],
+            HTTP_STATUS=answer.status,
+            IDEMPOTENCY_KEY=key,
+            DURATION_MS=ms,
+            STATUS_FROM="queued",
+            STATUS_TO="sent",
+        )
+
+    def _body(self, part: Batch) -> tuple[str, int, Body]:
+        """The key, the length and the pieces: from memory, or cut by PostgreSQL from one entry."""
+        if part.body:
+            text = part.body
+
+            def whole(limit: Limit) -> Generator[Piece, None, bool]:
+                yield text
+                return True
+
+            return part.key, len(text), whole
+        size = part.sizes[0]
+        if size > self.config.entry_max_bytes:
+            reason = f"{human(size)} is more than SYNC_ENTRY_MAX_BYTES"
+            raise EntryTrouble(Fate.DEAD, "TOO_LARGE", reason)
+        seq = part.seqs[0]
+        digest, first = self.db.slice(seq, 0, SLICE_BYTES)
+
+        def sliced(limit: Limit) -> Generator[Piece, None, bool]:
+            yield BODY_HEAD
+            at, piece, same = 0, first, digest
+            while piece and same == digest:
+                yield piece
+                limit.extend(self.config.timeout)
+                self.process.check()
+                at += len(piece)
+                if at >= size:
+                    break
+                same, piece = self.db.slice(seq, at, SLICE_BYTES)
+            if at != size:
+                raise EntryTrouble(
+                    Fate.ASIDE, "ENTRY_CHANGED", "the entry changed while it was sent"
+                )
+            yield BODY_TAIL
+            return True
+
+        key = hashlib.sha256(f"{seq} {digest}".encode()).hexdigest()
+        return key, len(BODY_HEAD) + size + len(BODY_TAIL), sliced
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def pass_files(self, skip: Sequence[str], fresh: bool) -> int:
+        """One pass over the recordings; new entries go between two of them."""
+        sent = after = 0
+        door = self.files
+        heard = self.db.notifications()
+        was_out = door.outage is not None
+        while entries := self.db.fetch_files(after, [*skip, *(a.lane for a in door.aside)], fresh):
+            handled: set[str] = set()
+            for entry in entries:
+                after = entry.seq
+                if entry.lane in handled:  # its turn comes in the next pass, with a new look
+                    continue
+                handled.add(entry.lane)
+                self.process.check()
+                self.process.progress()
+                sent += self.deliver_file(entry)
+                if was_out and sent:
+                    return sent
+                self.remove_uploaded()
+                if self.db.notifications() != heard:
+                    heard = self.db.notifications()
+                    self.drain(self.entries, self.pass_entries)
+                self.settings.step()
+                if self._closed(door):  # a pause that was asked for between two of them
+                    return sent
+        return sent
+
+    def deliver_file(self, entry: FileEntry) -> int:
+        """Uploads one recording, if it can be; 1 when it is through."""
+        self.settle()  # what an upload before left
+        now = time.monotonic()  # of our own running time, whatever the database's clock did
+        waited = entry.waited + now - self._looks.get(entry.seq, now)
+        remember(self._looks, entry.seq, now, 10_000)
+        grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
+        self._travelling = [entry.lane]
+        try:
+            verdict = self._upload(entry, grace_over)
+        except Gone as trouble:
+            uploaded = entry.upload_status == "uploaded"
+            verdict = self._already_there(entry) if uploaded else trouble.verdict
+        except EntryTrouble as trouble:
+            verdict = trouble.verdict
+        except (Stopping, Lost, Unavailable, Busy, psycopg.Error):
+            raise
+        except Exception:
+            log.exception("a bug: recording %s cannot be handled", entry.seq)
+            verdict = Verdict(
+                Fate.ASIDE, "UNKNOWN", "an error of serversync's own: see the journal"
+            )
+        finally:
+            self._blind, self._travelling = False, []
+        verdict = self.heed(self.files, verdict, [entry.seq])
+        if verdict.fate is Fate.OUTAGE:
+            self.begin_outage(self.files, verdict)
+        elif verdict.fate is not Fate.SENT:
+            self.failed(self.files, entry.seq, verdict, waited, entry.recording_id)
+        return int(verdict.fate is Fate.SENT)
+
+    def _already_there(self, entry: FileEntry) -> Verdict:
+        """Its file is gone and its recording is shown as uploaded: that is what we left behind."""
+        receipt = Receipt("none", 0, "", None, Answer())
+        self.record(partial(self.db.confirm, [entry.seq], "files", "already_uploaded", receipt))
+        say(logging.INFO, "file_already_uploaded", f"recording {entry.seq} was uploaded before",
+            SEQ=entry.seq, STATUS_FROM="queued", STATUS_TO="sent")  # fmt: skip
+        return Verdict(Fate.SENT, "", "uploaded before")
+
+    def _upload(self, entry: FileEntry, grace_over: bool) -> Verdict:
+        """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
+        for name, value in (("callLogId", entry.call_log_id), ("recordingId", entry.recording_id)):
+            if not _UUID.fullmatch(value or ""):
+                raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", f"{name} is not a UUID: {value!r}")
+        if entry.second:
+            raise EntryTrouble(
+                Fate.DEAD, "SECOND_RECORDING", "the frontend has another recording of this call"
+            )
+        with (
+            self.recordings.root(self.db.root_id, self._adopt_root) as root,
+            self.recordings.opened(root, entry, grace_over) as ready,
+        ):
+            if ready.made_up:
+                text = f"recording {entry.seq} has no usable meta.json: sent with a minimal one"
+                say(logging.WARNING, "meta_made_up", text, SEQ=entry.seq, CALL_ID=ready.directory)
+            verdict, url, answer = self._transfer(entry, ready)
+            if verdict.fate is not Fate.SENT:
+                return verdict
+            if not self.recordings.unchanged(ready):
+                raise EntryTrouble(Fate.ASIDE, "FILE_CHANGED", "the file changed while it was sent")
+            self._confirmed(entry, ready, verdict, url, answer)
+            return verdict
+
+    def _adopt_root(self, root_id: str) -> None:
+        self.db.run(ADOPT_ROOT, root_id=root_id)
+        self.db.root_id = root_id
+        say(
+            logging.INFO, "root_marked", f"{self.config.recordings_dir} is the recordings directory"
+        )
+
+    def _transfer(self, entry: FileEntry, ready: Ready) -> tuple[Verdict, str, Answer]:
+        """Uploads the file, unless that is done and only its verification failed; then verifies."""
+        key, url, answer = self._unverified.pop(entry.seq, ("", "", Answer()))
+        if key != ready.key:
+            self._looked = time.monotonic()
+            between = partial(self._between, entry, ready, time.monotonic())
+            answer = self.frontend.upload(entry, ready, self._rate(entry, ready), between)
+            verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
+            if verdict.fate is Fate.SENT and not self._same_digest(ready, answer):
+                strange = replace(answer, detail="it stored other bytes (sha256)")
+                verdict = classify(strange)
+            if verdict.fate is not Fate.SENT:
+                return verdict, "", answer
+        if self.config.verify_path and self.quiet_until > time.monotonic():
+            remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
+            pause = "the frontend asked for a pause before its copy was verified"
+            return Verdict(Fate.ASIDE, "RATE_LIMITED", pause), "", answer
+        if self.config.verify_path:
+            look = self.frontend.stored_length(entry)
+            if look.status != 200 or not (look.length or "").isdigit():
+                remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
+                look = replace(look, detail=f"verification by HEAD: {look.detail}")
+                failed = classify(look, time.time())
+                fate = failed.fate if failed.fate is Fate.OUTAGE else Fate.SUSPECT
+                return replace(failed, fate=fate), "", answer
+            if int(look.length or 0) != ready.size:
+                detail = f"verification by HEAD: it has {look.length} of {ready.size} bytes"
+                return classify(replace(look, detail=detail)), "", answer
+        return Verdict(Fate.SENT, "", "confirmed", answer.status), url, answer
+
+    def _same_digest(self, ready: Ready, answer: Answer) -> bool:
+        """Compares with the digest in the answer, if there is one; most frontends give none."""
+        claimed = answer.said.get("sha256")
+        if claimed is None:
+            return True
+        digest = hashlib.sha256()
+        os.lseek(ready.fd, 0, os.SEEK_SET)
+        while piece := os.read(ready.fd, CHUNK_MAX):
+            digest.update(piece)
+            self.process.check()
+            self.process.progress()
+        return str(claimed).lower() == digest.hexdigest()
+
+    def _rate(self, entry: FileEntry, ready: Ready) -> float:
+        rate = self.config.upload_kbps * 125.0
+        if rate and ready.size / rate > LIFT_LIMIT_SEC:
+            say(
+                logging.WARNING,
+                "limit_lifted",
+                f"recording {entry.seq} is too large for SYNC_UPLOAD_KBPS: sent without the limit",
+                SEQ=entry.seq,
+            )
+            return 0.0
+        return rate
+
+    def _between(self, entry: FileEntry, ready: Ready, began: float, sent: int) -> None:
+        """Runs between two chunks: new entries must not wait behind audio."""
+        self.process.check()
+        self.process.drain_wakeups()
+        self.process.progress()
+        now = time.monotonic()
+        if self._nested_until or now - self._between_at < 0.2:
+            return
+        self._between_at = now
+        self.busy(
+            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}",
+            kind="upload",
+            seq=entry.seq,
+            bytes=sent,
+            size=ready.size,
+            seconds=now - began,
+        )
+        if self.let_entries_through():
+            with contextlib.suppress(Lost):  # noticed by the next who asks
+                self.settings.step(NESTED_SEC, audio=False)
+
+    def let_entries_through(self) -> bool:
+        """While a file travels, either way; whether it is known that they came through."""
+        self.process.check()
+        now = time.monotonic()
+        if self._blind or self._nested_until:
+            return False
+        try:
+            heard = self.db.notifications()
+            if heard != self._heard_between or now - self._looked >= NESTED_EVERY:
+                self._heard_between, self._looked = heard, now
+                self._nested_until = now + NESTED_SEC
+                self.drain(self.entries, self.pass_entries)
+        except (Lost, psycopg.Error):
+            self._blind = True  # the database is settled after the upload
+        finally:
+            self._nested_until = 0.0
+        return not self._blind
+
+    def sees_again(self) -> None:
+        """No file travels any more."""
+        self._blind = False
+
+    def _confirmed(
+        self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
+    ) -> None:
+        receipt = Receipt(
+            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id, url,
+            ready.directory, json.dumps(ready.files),
+        )  # fmt: skip
+        outcome = "conflict_processed" if verdict.code else "sent"
+        self.record(partial(self.db.confirm, [entry.seq], "files", outcome, receipt))
+        self.succeeded(self.files, 1)
+        self.tally.files += 1
+        self.tally.bytes += ready.size
+        self.delete_due = min(self.delete_due, time.monotonic() + self.config.delete_after)
+        say(
+            logging.INFO,
+            "file_uploaded",
+            f"uploaded recording {entry.seq} ({human(ready.size)}) in {answer.duration:.1f} s",
+            SEQ=entry.seq,
+            ENTITY_TYPE=FILE_TYPE,
+            CALL_ID=ready.directory,
+            HTTP_STATUS=answer.status,
+            IDEMPOTENCY_KEY=ready.key,
+            DURATION_MS=round(answer.duration * 1000),
+            STATUS_FROM="queued",
+            STATUS_TO="sent",
+        )
+
+    # --- deletions ------------------------------------------------------------------------------
+
+    def remove_uploaded(self) -> None:
+        """Step 6 of a recording: deletion, from the table of confirmed uploads alone."""
+        if time.monotonic() < self.delete_due:
+            return
+        self.delete_due = float("inf")
+        after = 0
+        while uploads := self.db.uploads(after):
+            after = uploads[-1].seq
+            try:
+                with self.recordings.root(self.db.root_id, self._adopt_root) as root:
+                    for upload in uploads:
+                        self.process.check()
+                        self.process.progress()
+                        self._remove(root, upload)
+            except EntryTrouble as trouble:
+                self._delete_again(60.0)
+                text = f"uploaded recordings cannot be deleted: {trouble}"
+                self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
+                return
+        self.repeats.over("root")
+
+    def _remove(self, root: int, upload: Upload) -> None:
+        try:
+            wanted = self._wanted(upload.directory)
+            if wanted == "pending":
+                result = Removal(wait=60.0)
+            else:
+                alone = self.config.extra_files == "delete" and not wanted
+                upload = replace(upload, alone=alone)
+                result = self.recordings.remove(root, upload, self.config.delete_after)
+        except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
+            result = Removal(error=f"{upload.directory}: {met!r}")
+        if result.done:
+            self.db.run(FORGET_UPLOAD, seq=upload.seq)
+            self.tally.removed += 1
+            self.repeats.over(f"deletion {upload.seq}")
+        elif result.error:
+            error = clean(result.error, MASKING.known)
+            self.db.run(DELETION_FAILED, seq=upload.seq, error=error)
+            self._delete_again(backoff(upload.tries + 1, 1.0))
+            self.repeats.say(
+                f"deletion {upload.seq}",
+                error,
+                logging.WARNING,
+                "deletion_failed",
+                f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}",
+                SEQ=upload.seq,
+                CALL_ID=upload.directory,
+            )
+        else:
+            self._delete_again(result.wait)
+
+    def _wanted(self, directory: str) -> str:
+        """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
+        was given up (it may be sent again: no file but those uploaded may go), nobody."""
+        for file_path, call_id, pending in self.db.rivals(directory):
+            with contextlib.suppress(EntryTrouble):
+                if locate(file_path, call_id, self.config.recordings_dir)[0] == directory:
+                    return "pending" if pending else "dead"
+        return ""
+
+    def _delete_again(self, seconds: float) -> None:
+        self.delete_due = min(self.delete_due, time.monotonic() + seconds)
+
+    def _probe(self) -> None:
+        """Tries a deletion for those who ask: only this process sees its own mounts and rights."""
+        if self.is_once or time.monotonic() < self._probe_due:
+            return
+        self._probe_due = time.monotonic() + PROBE_EVERY
+        try:
+            with self.recordings.root(self.db.root_id, self._adopt_root) as root:
+                problems = self.recordings.probe(root)
+        except EntryTrouble as trouble:
+            problems = [str(trouble)]
+        self.probed = {"directory": self.config.recordings_dir, "problems": problems}
+
+    # ==============================================================================================
+    # The agent: cycle and loop
+    # Connect, lock, LISTEN, delete, drain, wait. One wait point; one sentence a cycle.
+    # ==============================================================================================
+
+    def cycle(self) -> None:
+        self.settle()
+        self.tally = Tally()
+        self._heard = self.db.notifications()  # what comes from now on wants another cycle
+        interval, entries, files, self.waiting, stored, self.looked_at = self.db.run(LOOK)[0]
+        if stored and self.delete_due == float("inf"):
+            self.delete_due = 0.0
+        usable = interval is not None and 0 < interval <= 86400
+        self.interval = max(interval, 0.1) if usable else self.config.poll_interval
+        if self.waiting and time.monotonic() >= self.stale_due:
+            self.stale_due = time.monotonic() + 60.0
+            self.db.run(DROP_STALE)
+        self.db.retry_optional()
+        self.remove_uploaded()
+        for door, pending, one_pass in (
+            (self.entries, entries, self.pass_entries),
+            (self.files, files, self.pass_files),
+        ):
+            if pending:
+                self.drain(door, one_pass)
+            else:
+                door.outage = None
+        self.remove_uploaded()
+        self.prune()
+        self._probe()
+        asked = self.settings.wait <= 0
+        self._tell(asked)
+        if asked:
+            self.settings.step()
+            self._tell(asked)
+
+    def _tell(self, asked: bool) -> None:
+        """The cycle's sentence; one that was only for the settings leaves the last one standing."""
+        outages = [door.outage for door in (self.entries, self.files) if door.outage]
+        sentence = sentence_of(self.tally, outages, time.monotonic())
+        trouble = self.settings.sentence
+        if not asked or trouble or sentence != IDLE or self._troubled:
+            self.report(f"{sentence}; {trouble}" if trouble else sentence)
+        self._troubled = bool(trouble or outages)
+
+    def report(self, sentence: str) -> None:
+        """The sentence of a cycle: the unit's status, the state file, and (debug) the journal."""
+        sentence = clean(sentence, MASKING.known)
+        if sentence != self.sentence:
+            log.debug("%s", sentence, extra={"EVENT": "cycle"})
+        self._show(sentence, None)
+
+    def busy(self, sentence: str, **progress: object) -> None:
+        """What is going on in the middle of a cycle; at most once a second."""
+        if time.monotonic() - self._busy_at >= 1:
+            self._busy_at = time.monotonic()
+            self._show(sentence, progress)
+
+    def _show(self, sentence: str, progress: dict[str, object] | None) -> None:
+        wall = time.time() - time.monotonic()
+        outages = [
+            {"endpoint": door.name, "code": door.outage.code, "reason": door.outage.reason}
+            | {"since": wall + door.outage.since, "due": wall + door.outage.due}
+            for door in (self.entries, self.files)
+            if door.outage
+        ]
+        self.state.write(
+            sentence=sentence,
+            standby=sentence == STANDBY,
+            listening=self.db.locked,
+            inflight=self.inflight,
+            outages=outages,
+            progress=progress,
+            recordings=self.probed,
+            settings=self.settings.published(),
+        )
+        if sentence != self.sentence and not self.is_once:
+            daemon.notify(f"STATUS={sentence}")
+        self.sentence = sentence
+
+    def prune(self) -> None:
+        """Once a day, in chunks; an unprocessed row never, however old."""
+        if time.monotonic() < self.prune_due or not self.config.retention_days or self.is_once:
+            return
+        try:
+            gone = self.db.run(PRUNE, days=self.config.retention_days)[0]
+        except psycopg.Error as error:
+            text = f"old rows cannot be pruned: {error}"
+            self.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
+            gone = (0, 0, 0)
+        self.prune_due = time.monotonic() + (1.0 if any(gone) else 86400.0)
+        if any(gone):
+            text = (
+                f"pruned {gone[0]} old rows of the outbox, {gone[1]} receipts and {gone[2]} letters"
+            )
+            say(logging.INFO, "pruned", text)
+
+    def hold(self) -> None:
+        """Returns with the connection made and the lock held, however long that takes."""
+        tries, held = 0, self.db.locked
+        while not self.db.locked:
+            self.process.check()
+            try:
+                if self.db.conn is None:
+                    self.db.connect()
+                if self.db.take_lock():
+                    break
+                if self.is_once:
+                    raise Busy
+                self.repeats.say("lock", "standby", logging.INFO, "standby", STANDBY)
+                self.report(STANDBY)
+                self.pause(2.0)
+            except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
+                self.db.close()
+                if isinstance(error, ConfigError) and not self.db.epoch:
+                    raise  # later it is a state: a restore may be under way
+                text = clean(" ".join(str(error).split()), MASKING.known)
+                if self.is_once:
+                    raise Unavailable(text) from None
+                tries += 1
+                self.repeats.say("database", text, logging.WARNING, "database_outage", text)
+                self.report(text)
+                self.pause(min(0.25 * 2**tries, 15.0) * (0.5 + random.random() / 2))
+        if not held:
+            self.delete_due = 0.0
+        if self.repeats.over("database") or self.repeats.over("lock"):
+            say(logging.INFO, "recovered", "the database is there, and the lock is ours")
+
+    def pause(self, seconds: float) -> None:
+        """A wait for a state to change; signals end it."""
+        with contextlib.suppress(Lost):
+            self._wait(seconds, deaf=True)
+        self.process.check()
+        if self.process.reload:
+            self.reload()
+
+    def rest(self) -> None:
+        """The wait at the end of a cycle: until something is due, or comes."""
+        now = time.monotonic()
+        waits = [self.interval, self.delete_due - now, self.db.optional_due - now]
+        waits += [self.prune_due - now] if self.config.retention_days else []
+        waits += [self.settings.wait]
+        quiet = self.quiet_until
+        waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
+        waits += [quiet - now] if quiet > now else []
+        if self.waiting:
+            due = self.db.run(NEXT_DUE, since=self.looked_at)
+            waits += [due[0][0] + 0.01] if due else []
+        # In an outage a NOTIFY does not shorten the wait: a dead frontend is not asked more often.
+        self._wait(min(waits), deaf=self._closed(self.entries))
+
+    def _wait(self, seconds: float, deaf: bool) -> None:
+        """The one wait point: the database's socket, and signals through the wake-up pipe."""
+        until = time.monotonic() + max(0.0, seconds)
+        while not self.process.stop_at and not self.process.reload:
+            self.process.progress()
+            if self.db.notifications() != self._heard and not deaf:
+                return
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            poller = select.poll()
+            poller.register(self.process.wake_fd, select.POLLIN)
+            if self.db.conn is not None:
+                poller.register(self.db.conn.fileno(), select.POLLIN)
+            self.state.flush()
+            wait = min(left, self.process.idle_limit, self.state.wait())
+            if self.db.locked and not self.db.local:
+                wait = min(wait, self._ask_silent_peer())
+            poller.poll(wait * 1000 + 1)
+            self.process.drain_wakeups()
+
+    def _ask_silent_peer(self) -> float:
+        """A TCP peer that went silent is only noticed by asking, every half minute."""
+        now = time.monotonic()
+        if now - self.db.used >= ASK_EVERY:
+            self.db.run("select 1")
+        return self.db.used + ASK_EVERY - now
+
+    def reload(self) -> None:
+        """SIGHUP: a good configuration takes over, a bad one is refused with its reasons."""
+        self.process.reload = False
+        daemon.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            self._use(self.reread())
+            say(logging.INFO, "reloaded", "the configuration was read again")
+        except ConfigError as error:
+            for problem in error.problems:
+                say(logging.ERROR, "bad_configuration", f"the old configuration stays: {problem}")
+        finally:
+            daemon.notify("READY=1")
+
+    reread: Callable[[], Config]
+
+    def _use(self, config: Config) -> None:
+        frontend = Frontend(config, self.process)  # the one that can fail, by its TLS files
+        configure_logging(config)
+        self.db.use(config.database_url, config.device_id)
+        self.frontend.close()
+        self.frontend = frontend
+        self.recordings = Recordings(config.recordings_dir)
+        self.config = config
+        self.entries.size = min(self.entries.size, config.batch_size)
+        if not self.entries.outage:
+            self.entries.size = config.batch_size
+        for door in (self.entries, self.files):
+            if door.outage:
+                door.outage.due = 0.0  # perhaps this was the cure
+        self.delete_due = 0.0
+        self.settings.use()
+
+    def serve(self) -> int:
+        """`run`: until a signal asks for the end."""
+        daemon.notify("READY=1")
+        say(logging.INFO, "started", f"serversync {__version__} started")
+        tries = 0
+        while True:
+            try:
+                self.process.check()
+                if tries:
+                    self.pause(backoff(min(tries, 5), 1.0))
+                self.hold()
+                self.cycle()
+                self.rest()
+                tries = 0
+                if self.process.reload:
+                    self.reload()
+            except Stopping:
+                break
+            except Lost as error:
+                text = f"the database connection is lost: {clean(str(error), MASKING.known)}"
+                self.repeats.say("database", "lost", logging.WARNING, "database_lost", text)
+            except ConfigError:
+                raise
+            except Exception as error:
+                tries += 1
+                text = f"a cycle failed, and is tried again: {error!r}"
+                self.repeats.say(
+                    "cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True
+                )
+                self.report(f"a cycle failed: {error!r}")
+                if getattr(error, "sqlstate", None) in ("3F000", "42P01"):
+                    self.db.close()  # our schema is gone (a restore?): made anew with the lock
+        daemon.notify("STOPPING=1\nSTATUS=stopped")
+        say(logging.INFO, "stopped", "stopped; what is pending waits in the outbox")
+        self.close()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # while Python ends, they would kill
+        return EX_OK
+
+    def once(self) -> int:
+        """`once`: drains what is due, and says by its exit code how that went."""
+        try:
+            self.hold()
+            self.cycle()
+            unfinished = self.db.run(UNFINISHED)[0][0]
+        except Busy:
+            say(logging.WARNING, "busy", "another agent holds the lock: try later")
+            return EX_TEMPFAIL
+        except (Unavailable, Lost, psycopg.Error) as error:
+            say(logging.ERROR, "unavailable", clean(str(error), MASKING.known))
+            return EX_UNAVAILABLE
+        except Stopping:
+            say(logging.WARNING, "stopped", "stopped before the end")
+            return EX_TEMPFAIL
+        finally:
+            self.close()
+        say(logging.INFO, "done", self.sentence)
+        if any(d.outage and d.outage.code != "ROOT_MISSING" for d in (self.entries, self.files)):
+            return EX_UNAVAILABLE
+        if self.deaths:
+            return EX_PERSON
+        return EX_TEMPFAIL if unfinished else EX_OK
+
+    def close(self) -> None:
+        self.frontend.close()
+        self.db.close()
+
+
+STANDBY: Final = "standby: another agent holds the lock"
+
+
+# ==================================================================================================
+# ROOM 2: Settings
+# From the frontend to the backend. It names nothing of room 3.
+# ==================================================================================================
 
 # ==================================================================================================
 # Settings pull: what the answers mean
@@ -5129,7 +6219,8 @@ class Audio:
         etag = file.etag if there else None
         download = Download(folder, between)
         try:
-            answer = self.frontend.audio(file.name, etag or "", download.take)
+            path = AUDIO_URL + quote(file.name)
+            answer = self.frontend.audio(path, etag or "", download.take)
             if answer.status == 304 and etag:
                 self._done(file, file.files, etag, "is as it was")
                 return
@@ -5188,11 +6279,11 @@ class Audio:
 WHOLE_SEC: Final = 290.0  # everything is fetched, compared and its heartbeat given: each 5 min
 
 
-class Settings:
+class Settings(Chores):
     """What the agent's loop knows of the pull; a restart may forget it."""
 
     def __init__(self, agent: Agent) -> None:
-        self.agent = agent
+        super().__init__(agent)
         self.store = SettingsStore(agent.db.session)
         self.repeats = agent.repeats
         self.trouble: Verdict | None = None
@@ -5215,7 +6306,7 @@ class Settings:
             self.trouble, self.held = None, {}
 
     @property
-    def wait(self) -> float:
+    def wait(self) -> float:  # type: ignore[override]
         """In how many seconds there is something to do."""
         if not self.agent.config.settings_interval or self.agent.is_once:
             return float("inf")
@@ -5223,7 +6314,7 @@ class Settings:
         return due - time.monotonic()
 
     @property
-    def sentence(self) -> str:
+    def sentence(self) -> str:  # type: ignore[override]
         """What a person should know; empty while all is well."""
         said = [f"settings: {name} held back: {why}" for name, why in self.held.items()]
         if self.trouble is not None:
@@ -5413,1057 +6504,9 @@ def accept_hint(name: str) -> str:
 
 
 # ==================================================================================================
-# The agent: deliveries
-# What is sent, and what becomes of it. Results are recorded only while the lock is held.
+# ROOM 3: For people
+# Other processes, without the lock: what there is to see, and what a person may do.
 # ==================================================================================================
-
-NESTED_SEC: Final = 3.0  # for entries between two chunks of an upload
-NESTED_EVERY: Final = 2.0
-ASK_EVERY: Final = 30.0
-PROBE_EVERY: Final = 3600.0
-
-
-def unreadable(error: psycopg.Error) -> Verdict:
-    reason = f"PostgreSQL cannot write it out: {error}"
-    return Verdict(Fate.ASIDE, "ENTRY_UNREADABLE", reason)
-
-
-def is_of_the_data(error: psycopg.Error) -> bool:
-    """Whether one entry may be to blame: bad data, program limits, memory, time."""
-    return (error.sqlstate or "")[:2] in ("22", "54") or error.sqlstate in ("53200", "57014")
-
-
-class Busy(Exception):
-    """Another agent holds the lock."""
-
-
-class Agent:
-    """The one loop: holds the lock, drains entries and files, deletes, rests."""
-
-    def __init__(self, config: Config, process: Process, state: StateFile, once: bool) -> None:
-        self.config, self.process, self.state, self.is_once = config, process, state, once
-        self.db = Database(config.database_url, config.device_id, process)
-        self.frontend = Frontend(config, process)
-        self.recordings = Recordings(config.recordings_dir)
-        lanes = OUTAGE_LANES_ONCE if once else OUTAGE_LANES
-        self.entries = Endpoint("entries", config.batch_size, lanes=lanes)
-        self.files = Endpoint("files", 1, lanes=lanes)
-        self.repeats = Repeats()
-        self.tally = Tally()
-        self.interval = config.poll_interval
-        self.sentence = ""
-        self.deaths = 0
-        self.inflight = 0  # entries of the request that is under way
-        self.probed: dict[str, object] | None = None  # whether recordings can be deleted here
-        self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
-        self.waiting = False  # there are rows in failures
-        self.looked_at = "now"  # the database's time at the head of the cycle
-        self.delete_due = 0.0
-        self.prune_due = time.monotonic() + 300.0
-        self.stale_due = 0.0
-        self._unrecorded: list[tuple[int, Callable[[], object]]] = []
-        self._unverified: dict[int, tuple[str, str, Answer]] = {}
-        self._looks: dict[int, float] = {}  # when a recording was last looked at
-        self._nested_until = 0.0  # not 0: we are between two chunks of an upload
-        self._blind = False  # until the end of this upload
-        self._until = 0  # the last id of this pass
-        self._travelling: list[str] = []  # the lane of the file that is being uploaded
-        self._heard = self._heard_between = 0
-        self._looked = self._between_at = self._busy_at = 0.0
-        self._probe_due = 0.0
-        self._troubled = True  # the last sentence was of trouble: it must not stay
-        self.settings = Settings(self)
-
-    # --- recording results ----------------------------------------------------------------------
-
-    def record(self, write: Callable[[], object]) -> None:
-        """Writes a result down before anything else is sent. It may take for ever."""
-        self._unrecorded.append((self.db.generation, write))
-        self.settle()
-
-    def settle(self) -> None:
-        """A result that cannot be recorded is kept: sending it again would not make it better."""
-        tries = 0
-        while self._unrecorded:
-            generation, write = self._unrecorded[0]
-            if generation != self.db.generation:
-                # Nor may anything go on that was read before: the whole cycle begins anew.
-                text = "another sender came between: a result is thrown away"
-                say(logging.WARNING, "fenced", text)
-                self._unrecorded.clear()
-                raise Lost(text)
-            try:
-                if not self.db.locked:
-                    raise Lost
-                write()
-                self._unrecorded.pop(0)
-                self.repeats.over("record")
-            except Lost:
-                if self._nested_until:
-                    raise
-                self.hold()
-            except Exception as error:
-                if not getattr(error, "sqlstate", None):  # not the database's no: a bug of ours
-                    self._unrecorded.pop(0)
-                    raise
-                if self._nested_until:
-                    raise
-                tries += 1
-                text = f"a result cannot be recorded, nothing else is sent: {error}"
-                self.repeats.say("record", str(error), logging.ERROR, "not_recorded", text)
-                self.report(text)
-                if self.is_once and tries >= 5:
-                    raise Unavailable(text) from None
-                self.pause(backoff(min(tries, 5), random.random()))
-
-    # --- what an answer does to an endpoint -----------------------------------------------------
-
-    def succeeded(self, door: Endpoint, size: int) -> None:
-        if door.outage is not None:
-            lasted = time.monotonic() - door.outage.since
-            text = f"{door.name}: recovered after {lasted:.0f} s ({door.outage.code})"
-            say(logging.INFO, "recovered", text, ERROR_CODE=door.outage.code)
-            self.repeats.over(door.name)
-            door.outage = None
-            door.tried.clear()
-        self.write_asides(door)
-        if size >= door.size:
-            most = self.config.batch_size if door is self.entries else 1
-            door.size = next_size(door.size, most, door.gentle)
-
-    def write_asides(self, door: Endpoint) -> None:
-        """Failures that no outage explains."""
-        while door.aside:
-            self._write_aside(door.aside.pop(0))
-
-    def _write_aside(self, aside: Aside) -> None:
-        self.record(partial(self.db.set_aside, aside))
-        self.waiting = True
-        self._say_failed(aside)
-
-    def heed(self, door: Endpoint, verdict: Verdict, seqs: Sequence[int]) -> Verdict:
-        """`once` waits for nothing: by its next run it would have forgotten whom to suspect."""
-        return heed(verdict, seqs, door.paused, 0 if self.is_once else PAUSES_IN_ROW)
-
-    def begin_outage(self, door: Endpoint, verdict: Verdict) -> None:
-        """What an outage showed is not written to the entries: when it ends, everything is due."""
-        now = time.monotonic()
-        before = door.outage
-        tries = before.tries + 1 if before else 1
-        wait = patience(tries, verdict.retry_after, random.random())
-        since = before.since if before else now
-        door.outage = Outage(verdict.code, verdict.reason, since, tries, now + wait)
-        for aside in door.aside:
-            remember(door.suspected, aside.seq, aside.successes)
-        door.aside.clear()
-        door.size, door.gentle = 1, False
-        self.repeats.say(
-            door.name,
-            verdict.code,
-            logging.WARNING,
-            "outage",
-            f"{door.name}: outage, nothing is lost: {verdict.reason} (next try in {wait:.0f} s)",
-            ERROR_CODE=verdict.code,
-            HTTP_STATUS=verdict.status,
-        )
-        if speaks_for_all(verdict, tries):
-            self.quiet_until = max(self.quiet_until, now + wait)
-
-    def failed(
-        self, door: Endpoint, seq: int, verdict: Verdict, waited: float = 0.0,
-        recording_id: str | None = None,
-    ) -> tuple[str, str, Next] | None:  # fmt: skip
-        """One entry, sent alone, did not get through: dead, or set aside. Its lane and type."""
-        row = self.db.past(seq, door.name)
-        if row is None:
-            return None
-        entity_type, lane, call, tries, attempts, at_failure, age, successes, deaths = row
-        hidden = door.suspected.pop(seq, None)
-        known = [n for n in (at_failure, hidden) if n is not None]
-        past = Past(tries, attempts, max(known) if known else None, age)
-        verdict = replace(verdict, reason=clean(verdict.reason, MASKING.known))
-        retry_max, hours = self.config.retry_max, self.config.retry_hours
-        step = next_state(past, verdict, successes, deaths, retry_max, hours, random.random())
-        if step.to is Next.HELD:  # asked more and more rarely, whichever entry is asked
-            asked = door.held.get(entity_type, 0) + 1
-            remember(door.held, entity_type, asked)
-            step = replace(step, delay=backoff(asked, random.random()))
-        elif step.to is Next.DEAD:
-            door.held.pop(entity_type, None)
-        aside = Aside(seq, entity_type, lane, call, verdict, step, successes, waited, recording_id)
-        remember(door.tried, lane, None)
-        if step.to is Next.DEAD:
-            self.record(partial(self.db.bury, aside))
-            self._say_failed(aside)
-        elif step.to is Next.HELD:
-            self.record(partial(self._hold_type, aside))
-            self._say_failed(aside)
-        elif verdict.fate is Fate.SUSPECT and not step.charged:
-            door.aside.append(aside)  # an outage may still explain it
-        else:
-            self._write_aside(aside)
-        if len(door.aside) >= door.lanes:
-            self.begin_outage(door, verdict)
-        return lane, entity_type, step.to
-
-    def _hold_type(self, aside: Aside) -> None:
-        self.waiting = True
-        reached = self.db.hold_type(aside)
-        if reached is not None:  # what is not held yet would be tried in this pass
-            self._until = min(self._until, reached)
-
-    def _say_failed(self, aside: Aside) -> None:
-        verdict, step, entity_type = aside.verdict, aside.step, aside.entity_type
-        self.tally.aside += step.to is not Next.DEAD
-        self.tally.dead += step.to is Next.DEAD
-        self.deaths += step.to is Next.DEAD
-        quiet = verdict.code == "NOT_READY" and step.tries > 1
-        words = {
-            Next.WAITS: f"set aside, next try in {step.delay:.0f} s",
-            Next.DEAD: "given up: it is in serversync.dead_letters",
-            Next.HELD: f"waits: the frontend rejects everything of type {entity_type}",
-        }
-        say(
-            logging.DEBUG if quiet else logging.WARNING,
-            "entry_dead" if step.to is Next.DEAD else "entry_set_aside",
-            f"entry {aside.seq} ({entity_type}) {words[step.to]}: {verdict.reason}",
-            SEQ=aside.seq,
-            ENTITY_TYPE=entity_type,
-            CALL_ID=aside.call,
-            ERROR_CODE=verdict.code,
-            HTTP_STATUS=verdict.status,
-            ATTEMPT=step.attempts,
-            STATUS_FROM="sending",
-            STATUS_TO="dead" if step.to is Next.DEAD else "failed",
-        )
-
-    # --- passes ---------------------------------------------------------------------------------
-
-    def drain(self, door: Endpoint, one_pass: Callable[[Sequence[str], bool], int]) -> None:
-        """Passes from the lowest id on, until one sends nothing. Lower ids may appear late.
-
-        In an outage, lanes that were never tried come first, then those least recently tried:
-        three old poisonous lanes must not look like an outage for ever.
-        """
-        while not self._closed(door):
-            was_out = door.outage is not None
-            sent, dead = 0, self.tally.dead
-            for fresh, skipping in ((True, True), (False, True), (False, False)):
-                if was_out or not skipping:
-                    skip = list(door.tried) if skipping else []
-                    if not skipping:
-                        door.tried.clear()
-                    sent += one_pass(skip, fresh)
-                if was_out and (sent or self._closed(door)):
-                    break
-            if self._closed(door) or self._nested_is_over():
-                return
-            self.write_asides(door)
-            moved = sent or self.tally.dead > dead
-            if door.outage is not None and not moved:
-                # Too few lanes for an outage: each waits by its own backoff.
-                door.outage = None
-                self.repeats.over(door.name)
-            if not moved:
-                return
-
-    def _closed(self, door: Endpoint) -> bool:
-        """Nothing may be tried there now: an outage, a pause that was asked for, or a reload."""
-        undecided = self._nested_until or door.outage or door.aside
-        if self.process.reload and not undecided and not self.is_once:
-            return True
-        due = door.outage.due if door.outage else 0.0
-        return max(due, self.quiet_until) > time.monotonic()
-
-    def _nested_is_over(self) -> bool:
-        return bool(self._nested_until) and (self._blind or time.monotonic() >= self._nested_until)
-
-    def pass_entries(self, skip: Sequence[str], fresh: bool) -> int:
-        """One pass over the entries: how many were sent."""
-        if not self._nested_until:
-            self.settle()  # what an upload before left
-        sent = after = unread = 0
-        self._until = self.db.last()
-        most = self.config.batch_bytes - len(BODY_HEAD) - len(BODY_TAIL)
-        door = self.entries
-        was_out = door.outage is not None
-        while True:
-            self.process.check()
-            self.process.progress()
-            # An upload's own call waits for it: a `recording` that the frontend stores after the
-            # file, but that was written before its answer came, would undo the upload.
-            out = [*skip, *(aside.lane for aside in door.aside), *self._travelling]
-            try:
-                wanted = Wanted(after, self._until, door.size, most, tuple(out), fresh)
-                batch = self.db.fetch(wanted)
-            except psycopg.Error as error:
-                unread += 1
-                if unread > 4 or not is_of_the_data(error):
-                    raise
-                door.size, after = self._unreadable(door, after, error)
-                continue
-            if not batch.seqs:
-                return sent
-            unread = 0
-            after = batch.seqs[-1]
-            steady = door.size == self.config.batch_size and not (out or was_out)
-            if steady and 0 < len(batch.body) <= AHEAD_MAX and not self._nested_until:
-                backlog = sent >= PLAN_ONCE_AFTER * door.size
-                self.db.look_ahead(replace(wanted, after=after), backlog)
-            sent += self.deliver(batch)
-            if not self._nested_until:  # a long backlog must not keep the settings waiting
-                self.settings.step(audio=False)
-            if self._closed(door) or self._nested_is_over() or (was_out and sent):
-                return sent
-
-    def _unreadable(self, door: Endpoint, after: int, error: psycopg.Error) -> tuple[int, int]:
-        """PostgreSQL cannot write out what comes next: it must not block the rest. Returns the next
-        size, and where to go on."""
-        if door.size > 1:
-            return 1, after
-        seq = self.db.next_pending(after)
-        if not seq:
-            raise error
-        self.failed(door, seq, unreadable(error))
-        return 1, seq
-
-    # --- entries --------------------------------------------------------------------------------
-
-    def deliver(self, batch: Batch) -> int:
-        """Sends a batch; one that fails in its two halves, and so on down. How many were sent."""
-        door = self.entries
-        parts = [list(range(len(batch.seqs)))]
-        known: dict[int, tuple[str, str]] = {}
-        out: set[str] = set()  # lanes and types that are left out of every further part
-        sent = 0
-        while parts:
-            self.process.check()
-            self.db.notifications()  # a session that was ended shows here: others send these now
-            picked = parts.pop()
-            if out:
-                picked = self._left(batch, picked, known, out)
-            if door.gentle and len(picked) > door.size:  # larger ones time out: that is known now
-                parts.append(picked[door.size :])
-                picked = picked[: door.size]
-            if not picked:
-                continue
-            part = batch if len(picked) == len(batch.seqs) else batch.part(picked)
-            verdict, rejected = self.send(part)
-            verdict = self.heed(door, verdict, part.seqs)
-            if verdict.fate is Fate.SENT:
-                sent += len(part.seqs) - len(rejected)
-                for seq, reason in rejected.items():
-                    refusal = Verdict(Fate.DEAD, "REJECTED", reason, verdict.status)
-                    self._leave_out(self.failed(door, seq, refusal), out)
-            elif self._nested_until and verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
-                self._blind = True  # perhaps our own upload fills the line: nothing is concluded
-            elif verdict.fate is Fate.OUTAGE:
-                self.begin_outage(door, verdict)
-            elif len(picked) > 1:
-                known = known or self.db.lanes(batch.seqs)
-                if verdict.code in ("NETWORK_TIMEOUT", "TOO_LARGE"):
-                    door.size, door.gentle = max(1, len(picked) // 2), True
-                middle = len(picked) // 2
-                parts += [picked[middle:], picked[:middle]]
-            else:
-                self._leave_out(self.failed(door, part.seqs[0], verdict), out)
-            if self._closed(door) or self._blind:
-                break
-        return sent
-
-    @staticmethod
-    def _leave_out(outcome: tuple[str, str, Next] | None, out: set[str]) -> None:
-        """Its lane; of a held type all, once three lanes spoke for it: one may be truly bad."""
-        if outcome is not None and outcome[2] is not Next.DEAD:
-            out.add(outcome[0])
-            if outcome[2] is Next.HELD:
-                times = sum(each.startswith(f"type {outcome[1]} ") for each in out)
-                out.add(f"type {outcome[1]} {times}" if times < 2 else f"type {outcome[1]}")
-
-    def _left(
-        self, batch: Batch, picked: list[int], known: dict[int, tuple[str, str]], out: set[str]
-    ) -> list[int]:
-        """Without the lanes that wait; what is held by its type makes its lane wait, too."""
-        if not known:
-            known.update(self.db.lanes(batch.seqs))
-        left = []
-        for i in picked:
-            lane, entity_type = known.get(batch.seqs[i], ("", ""))
-            if "type " + entity_type in out:
-                out.add(lane)
-            if lane not in out:
-                left.append(i)
-        return left
-
-    def send(self, part: Batch) -> tuple[Verdict, dict[int, str]]:
-        """One request of entries; what was confirmed is recorded before anything else happens."""
-        left = max(0.5, self._nested_until - time.monotonic())
-        self.inflight = len(part.seqs)
-        if not self._nested_until:
-            done, since = self.tally.entries, time.monotonic() - self.tally.started
-            self.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
-        try:
-            key, length, body = self._body(part)
-            most = left if self._nested_until else float("inf")
-            answer = self.frontend.post(body, length, key, most, self.db)
-        except EntryTrouble as trouble:
-            return trouble.verdict, {}
-        except psycopg.Error as error:
-            if not is_of_the_data(error):
-                raise
-            return unreadable(error), {}
-        finally:
-            self.inflight = 0
-        verdict, rejected = confirm_entries(answer, key, part.seqs, time.time())
-        if verdict.fate is Fate.SENT:
-            digest = key if part.body else None  # see _body
-            receipt = Receipt("entries", length, key, digest, answer)
-            outcome = "conflict_processed" if verdict.code else "sent"
-            stored = [seq for seq in part.seqs if seq not in rejected]
-            self.record(partial(self.db.confirm, stored, "entries", outcome, receipt))
-            self.succeeded(self.entries, len(part.seqs))
-            self.tally.entries += len(stored)
-            self._say_sent(part.seqs, len(stored), key, answer)
-        return verdict, rejected
-
-    @staticmethod
-    def _say_sent(seqs: Sequence[int], stored: int, key: str, answer: Answer) -> None:
-        ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
-        ms = round(answer.duration * 1000)
-        say(
-            logging.INFO,
-            "entries_sent",
-            f"sent {count(stored, 'entry', 'entries')}, {ends}, in {ms} ms",
-            SEQ=seqs[0],
-            SEQ_LAST=seqs[-1],
-            HTTP_STATUS=answer.status,
-            IDEMPOTENCY_KEY=key,
-            DURATION_MS=ms,
-            STATUS_FROM="queued",
-            STATUS_TO="sent",
-        )
-
-    def _body(self, part: Batch) -> tuple[str, int, Body]:
-        """The key, the length and the pieces: from memory, or cut by PostgreSQL from one entry."""
-        if part.body:
-            text = part.body
-
-            def whole(limit: Limit) -> Generator[Piece, None, bool]:
-                yield text
-                return True
-
-            return part.key, len(text), whole
-        size = part.sizes[0]
-        if size > self.config.entry_max_bytes:
-            reason = f"{human(size)} is more than SYNC_ENTRY_MAX_BYTES"
-            raise EntryTrouble(Fate.DEAD, "TOO_LARGE", reason)
-        seq = part.seqs[0]
-        digest, first = self.db.slice(seq, 0, SLICE_BYTES)
-
-        def sliced(limit: Limit) -> Generator[Piece, None, bool]:
-            yield BODY_HEAD
-            at, piece, same = 0, first, digest
-            while piece and same == digest:
-                yield piece
-                limit.extend(self.config.timeout)
-                self.process.check()
-                at += len(piece)
-                if at >= size:
-                    break
-                same, piece = self.db.slice(seq, at, SLICE_BYTES)
-            if at != size:
-                raise EntryTrouble(
-                    Fate.ASIDE, "ENTRY_CHANGED", "the entry changed while it was sent"
-                )
-            yield BODY_TAIL
-            return True
-
-        key = hashlib.sha256(f"{seq} {digest}".encode()).hexdigest()
-        return key, len(BODY_HEAD) + size + len(BODY_TAIL), sliced
-
-    # --- files ----------------------------------------------------------------------------------
-
-    def pass_files(self, skip: Sequence[str], fresh: bool) -> int:
-        """One pass over the recordings; new entries go between two of them."""
-        sent = after = 0
-        door = self.files
-        heard = self.db.notifications()
-        was_out = door.outage is not None
-        while entries := self.db.fetch_files(after, [*skip, *(a.lane for a in door.aside)], fresh):
-            handled: set[str] = set()
-            for entry in entries:
-                after = entry.seq
-                if entry.lane in handled:  # its turn comes in the next pass, with a new look
-                    continue
-                handled.add(entry.lane)
-                self.process.check()
-                self.process.progress()
-                sent += self.deliver_file(entry)
-                if was_out and sent:
-                    return sent
-                self.remove_uploaded()
-                if self.db.notifications() != heard:
-                    heard = self.db.notifications()
-                    self.drain(self.entries, self.pass_entries)
-                self.settings.step()
-                if self._closed(door):  # a pause that was asked for between two of them
-                    return sent
-        return sent
-
-    def deliver_file(self, entry: FileEntry) -> int:
-        """Uploads one recording, if it can be; 1 when it is through."""
-        self.settle()  # what an upload before left
-        now = time.monotonic()  # of our own running time, whatever the database's clock did
-        waited = entry.waited + now - self._looks.get(entry.seq, now)
-        remember(self._looks, entry.seq, now, 10_000)
-        grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
-        self._travelling = [entry.lane]
-        try:
-            verdict = self._upload(entry, grace_over)
-        except Gone as trouble:
-            uploaded = entry.upload_status == "uploaded"
-            verdict = self._already_there(entry) if uploaded else trouble.verdict
-        except EntryTrouble as trouble:
-            verdict = trouble.verdict
-        except (Stopping, Lost, Unavailable, Busy, psycopg.Error):
-            raise
-        except Exception:
-            log.exception("a bug: recording %s cannot be handled", entry.seq)
-            verdict = Verdict(
-                Fate.ASIDE, "UNKNOWN", "an error of serversync's own: see the journal"
-            )
-        finally:
-            self._blind, self._travelling = False, []
-        verdict = self.heed(self.files, verdict, [entry.seq])
-        if verdict.fate is Fate.OUTAGE:
-            self.begin_outage(self.files, verdict)
-        elif verdict.fate is not Fate.SENT:
-            self.failed(self.files, entry.seq, verdict, waited, entry.recording_id)
-        return int(verdict.fate is Fate.SENT)
-
-    def _already_there(self, entry: FileEntry) -> Verdict:
-        """Its file is gone and its recording is shown as uploaded: that is what we left behind."""
-        receipt = Receipt("none", 0, "", None, Answer())
-        self.record(partial(self.db.confirm, [entry.seq], "files", "already_uploaded", receipt))
-        say(logging.INFO, "file_already_uploaded", f"recording {entry.seq} was uploaded before",
-            SEQ=entry.seq, STATUS_FROM="queued", STATUS_TO="sent")  # fmt: skip
-        return Verdict(Fate.SENT, "", "uploaded before")
-
-    def _upload(self, entry: FileEntry, grace_over: bool) -> Verdict:
-        """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
-        for name, value in (("callLogId", entry.call_log_id), ("recordingId", entry.recording_id)):
-            if not _UUID.fullmatch(value or ""):
-                raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", f"{name} is not a UUID: {value!r}")
-        if entry.second:
-            raise EntryTrouble(
-                Fate.DEAD, "SECOND_RECORDING", "the frontend has another recording of this call"
-            )
-        with (
-            self.recordings.root(self.db.root_id, self._adopt_root) as root,
-            self.recordings.opened(root, entry, grace_over) as ready,
-        ):
-            if ready.made_up:
-                text = f"recording {entry.seq} has no usable meta.json: sent with a minimal one"
-                say(logging.WARNING, "meta_made_up", text, SEQ=entry.seq, CALL_ID=ready.directory)
-            verdict, url, answer = self._transfer(entry, ready)
-            if verdict.fate is not Fate.SENT:
-                return verdict
-            if not self.recordings.unchanged(ready):
-                raise EntryTrouble(Fate.ASIDE, "FILE_CHANGED", "the file changed while it was sent")
-            self._confirmed(entry, ready, verdict, url, answer)
-            return verdict
-
-    def _adopt_root(self, root_id: str) -> None:
-        self.db.run(ADOPT_ROOT, root_id=root_id)
-        self.db.root_id = root_id
-        say(
-            logging.INFO, "root_marked", f"{self.config.recordings_dir} is the recordings directory"
-        )
-
-    def _transfer(self, entry: FileEntry, ready: Ready) -> tuple[Verdict, str, Answer]:
-        """Uploads the file, unless that is done and only its verification failed; then verifies."""
-        key, url, answer = self._unverified.pop(entry.seq, ("", "", Answer()))
-        if key != ready.key:
-            self._looked = time.monotonic()
-            between = partial(self._between, entry, ready, time.monotonic())
-            answer = self.frontend.upload(entry, ready, self._rate(entry, ready), between)
-            verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
-            if verdict.fate is Fate.SENT and not self._same_digest(ready, answer):
-                strange = replace(answer, detail="it stored other bytes (sha256)")
-                verdict = classify(strange)
-            if verdict.fate is not Fate.SENT:
-                return verdict, "", answer
-        if self.config.verify_path and self.quiet_until > time.monotonic():
-            remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
-            pause = "the frontend asked for a pause before its copy was verified"
-            return Verdict(Fate.ASIDE, "RATE_LIMITED", pause), "", answer
-        if self.config.verify_path:
-            look = self.frontend.stored_length(entry)
-            if look.status != 200 or not (look.length or "").isdigit():
-                remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
-                look = replace(look, detail=f"verification by HEAD: {look.detail}")
-                failed = classify(look, time.time())
-                fate = failed.fate if failed.fate is Fate.OUTAGE else Fate.SUSPECT
-                return replace(failed, fate=fate), "", answer
-            if int(look.length or 0) != ready.size:
-                detail = f"verification by HEAD: it has {look.length} of {ready.size} bytes"
-                return classify(replace(look, detail=detail)), "", answer
-        return Verdict(Fate.SENT, "", "confirmed", answer.status), url, answer
-
-    def _same_digest(self, ready: Ready, answer: Answer) -> bool:
-        """Compares with the digest in the answer, if there is one; most frontends give none."""
-        claimed = answer.said.get("sha256")
-        if claimed is None:
-            return True
-        digest = hashlib.sha256()
-        os.lseek(ready.fd, 0, os.SEEK_SET)
-        while piece := os.read(ready.fd, CHUNK_MAX):
-            digest.update(piece)
-            self.process.check()
-            self.process.progress()
-        return str(claimed).lower() == digest.hexdigest()
-
-    def _rate(self, entry: FileEntry, ready: Ready) -> float:
-        rate = self.config.upload_kbps * 125.0
-        if rate and ready.size / rate > LIFT_LIMIT_SEC:
-            say(
-                logging.WARNING,
-                "limit_lifted",
-                f"recording {entry.seq} is too large for SYNC_UPLOAD_KBPS: sent without the limit",
-                SEQ=entry.seq,
-            )
-            return 0.0
-        return rate
-
-    def _between(self, entry: FileEntry, ready: Ready, began: float, sent: int) -> None:
-        """Runs between two chunks: new entries must not wait behind audio."""
-        self.process.check()
-        self.process.drain_wakeups()
-        self.process.progress()
-        now = time.monotonic()
-        if self._nested_until or now - self._between_at < 0.2:
-            return
-        self._between_at = now
-        self.busy(
-            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}",
-            kind="upload",
-            seq=entry.seq,
-            bytes=sent,
-            size=ready.size,
-            seconds=now - began,
-        )
-        if self.let_entries_through():
-            with contextlib.suppress(Lost):  # noticed by the next who asks
-                self.settings.step(NESTED_SEC, audio=False)
-
-    def let_entries_through(self) -> bool:
-        """While a file travels, either way; whether it is known that they came through."""
-        self.process.check()
-        now = time.monotonic()
-        if self._blind or self._nested_until:
-            return False
-        try:
-            heard = self.db.notifications()
-            if heard != self._heard_between or now - self._looked >= NESTED_EVERY:
-                self._heard_between, self._looked = heard, now
-                self._nested_until = now + NESTED_SEC
-                self.drain(self.entries, self.pass_entries)
-        except (Lost, psycopg.Error):
-            self._blind = True  # the database is settled after the upload
-        finally:
-            self._nested_until = 0.0
-        return not self._blind
-
-    def sees_again(self) -> None:
-        """No file travels any more."""
-        self._blind = False
-
-    def _confirmed(
-        self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
-    ) -> None:
-        receipt = Receipt(
-            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id, url,
-            ready.directory, json.dumps(ready.files),
-        )  # fmt: skip
-        outcome = "conflict_processed" if verdict.code else "sent"
-        self.record(partial(self.db.confirm, [entry.seq], "files", outcome, receipt))
-        self.succeeded(self.files, 1)
-        self.tally.files += 1
-        self.tally.bytes += ready.size
-        self.delete_due = min(self.delete_due, time.monotonic() + self.config.delete_after)
-        say(
-            logging.INFO,
-            "file_uploaded",
-            f"uploaded recording {entry.seq} ({human(ready.size)}) in {answer.duration:.1f} s",
-            SEQ=entry.seq,
-            ENTITY_TYPE=FILE_TYPE,
-            CALL_ID=ready.directory,
-            HTTP_STATUS=answer.status,
-            IDEMPOTENCY_KEY=ready.key,
-            DURATION_MS=round(answer.duration * 1000),
-            STATUS_FROM="queued",
-            STATUS_TO="sent",
-        )
-
-    # --- deletions ------------------------------------------------------------------------------
-
-    def remove_uploaded(self) -> None:
-        """Step 6 of a recording: deletion, from the table of confirmed uploads alone."""
-        if time.monotonic() < self.delete_due:
-            return
-        self.delete_due = float("inf")
-        after = 0
-        while uploads := self.db.uploads(after):
-            after = uploads[-1].seq
-            try:
-                with self.recordings.root(self.db.root_id, self._adopt_root) as root:
-                    for upload in uploads:
-                        self.process.check()
-                        self.process.progress()
-                        self._remove(root, upload)
-            except EntryTrouble as trouble:
-                self._delete_again(60.0)
-                text = f"uploaded recordings cannot be deleted: {trouble}"
-                self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
-                return
-        self.repeats.over("root")
-
-    def _remove(self, root: int, upload: Upload) -> None:
-        try:
-            wanted = self._wanted(upload.directory)
-            if wanted == "pending":
-                result = Removal(wait=60.0)
-            else:
-                alone = self.config.extra_files == "delete" and not wanted
-                upload = replace(upload, alone=alone)
-                result = self.recordings.remove(root, upload, self.config.delete_after)
-        except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
-            result = Removal(error=f"{upload.directory}: {met!r}")
-        if result.done:
-            self.db.run(FORGET_UPLOAD, seq=upload.seq)
-            self.tally.removed += 1
-            self.repeats.over(f"deletion {upload.seq}")
-        elif result.error:
-            error = clean(result.error, MASKING.known)
-            self.db.run(DELETION_FAILED, seq=upload.seq, error=error)
-            self._delete_again(backoff(upload.tries + 1, 1.0))
-            self.repeats.say(
-                f"deletion {upload.seq}",
-                error,
-                logging.WARNING,
-                "deletion_failed",
-                f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}",
-                SEQ=upload.seq,
-                CALL_ID=upload.directory,
-            )
-        else:
-            self._delete_again(result.wait)
-
-    def _wanted(self, directory: str) -> str:
-        """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
-        was given up (it may be sent again: no file but those uploaded may go), nobody."""
-        for file_path, call_id, pending in self.db.rivals(directory):
-            with contextlib.suppress(EntryTrouble):
-                if locate(file_path, call_id, self.config.recordings_dir)[0] == directory:
-                    return "pending" if pending else "dead"
-        return ""
-
-    def _delete_again(self, seconds: float) -> None:
-        self.delete_due = min(self.delete_due, time.monotonic() + seconds)
-
-    def _probe(self) -> None:
-        """Tries a deletion for those who ask: only this process sees its own mounts and rights."""
-        if self.is_once or time.monotonic() < self._probe_due:
-            return
-        self._probe_due = time.monotonic() + PROBE_EVERY
-        try:
-            with self.recordings.root(self.db.root_id, self._adopt_root) as root:
-                problems = self.recordings.probe(root)
-        except EntryTrouble as trouble:
-            problems = [str(trouble)]
-        self.probed = {"directory": self.config.recordings_dir, "problems": problems}
-
-    # ==============================================================================================
-    # The agent: cycle and loop
-    # Connect, lock, LISTEN, delete, drain, wait. One wait point; one sentence a cycle.
-    # ==============================================================================================
-
-    def cycle(self) -> None:
-        self.settle()
-        self.tally = Tally()
-        self._heard = self.db.notifications()  # what comes from now on wants another cycle
-        interval, entries, files, self.waiting, stored, self.looked_at = self.db.run(LOOK)[0]
-        if stored and self.delete_due == float("inf"):
-            self.delete_due = 0.0
-        usable = interval is not None and 0 < interval <= 86400
-        self.interval = max(interval, 0.1) if usable else self.config.poll_interval
-        if self.waiting and time.monotonic() >= self.stale_due:
-            self.stale_due = time.monotonic() + 60.0
-            self.db.run(DROP_STALE)
-        self.db.retry_optional()
-        self.remove_uploaded()
-        for door, pending, one_pass in (
-            (self.entries, entries, self.pass_entries),
-            (self.files, files, self.pass_files),
-        ):
-            if pending:
-                self.drain(door, one_pass)
-            else:
-                door.outage = None
-        self.remove_uploaded()
-        self.prune()
-        self._probe()
-        asked = self.settings.wait <= 0
-        self._tell(asked)
-        if asked:
-            self.settings.step()
-            self._tell(asked)
-
-    def _tell(self, asked: bool) -> None:
-        """The cycle's sentence; one that was only for the settings leaves the last one standing."""
-        outages = [door.outage for door in (self.entries, self.files) if door.outage]
-        sentence = sentence_of(self.tally, outages, time.monotonic())
-        trouble = self.settings.sentence
-        if not asked or trouble or sentence != IDLE or self._troubled:
-            self.report(f"{sentence}; {trouble}" if trouble else sentence)
-        self._troubled = bool(trouble or outages)
-
-    def report(self, sentence: str) -> None:
-        """The sentence of a cycle: the unit's status, the state file, and (debug) the journal."""
-        sentence = clean(sentence, MASKING.known)
-        if sentence != self.sentence:
-            log.debug("%s", sentence, extra={"EVENT": "cycle"})
-        self._show(sentence, None)
-
-    def busy(self, sentence: str, **progress: object) -> None:
-        """What is going on in the middle of a cycle; at most once a second."""
-        if time.monotonic() - self._busy_at >= 1:
-            self._busy_at = time.monotonic()
-            self._show(sentence, progress)
-
-    def _show(self, sentence: str, progress: dict[str, object] | None) -> None:
-        wall = time.time() - time.monotonic()
-        outages = [
-            {"endpoint": door.name, "code": door.outage.code, "reason": door.outage.reason}
-            | {"since": wall + door.outage.since, "due": wall + door.outage.due}
-            for door in (self.entries, self.files)
-            if door.outage
-        ]
-        self.state.write(
-            sentence=sentence,
-            standby=sentence == STANDBY,
-            listening=self.db.locked,
-            inflight=self.inflight,
-            outages=outages,
-            progress=progress,
-            recordings=self.probed,
-            settings=self.settings.published(),
-        )
-        if sentence != self.sentence and not self.is_once:
-            daemon.notify(f"STATUS={sentence}")
-        self.sentence = sentence
-
-    def prune(self) -> None:
-        """Once a day, in chunks; an unprocessed row never, however old."""
-        if time.monotonic() < self.prune_due or not self.config.retention_days or self.is_once:
-            return
-        try:
-            gone = self.db.run(PRUNE, days=self.config.retention_days)[0]
-        except psycopg.Error as error:
-            text = f"old rows cannot be pruned: {error}"
-            self.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
-            gone = (0, 0, 0)
-        self.prune_due = time.monotonic() + (1.0 if any(gone) else 86400.0)
-        if any(gone):
-            text = (
-                f"pruned {gone[0]} old rows of the outbox, {gone[1]} receipts and {gone[2]} letters"
-            )
-            say(logging.INFO, "pruned", text)
-
-    def hold(self) -> None:
-        """Returns with the connection made and the lock held, however long that takes."""
-        tries, held = 0, self.db.locked
-        while not self.db.locked:
-            self.process.check()
-            try:
-                if self.db.conn is None:
-                    self.db.connect()
-                if self.db.take_lock():
-                    break
-                if self.is_once:
-                    raise Busy
-                self.repeats.say("lock", "standby", logging.INFO, "standby", STANDBY)
-                self.report(STANDBY)
-                self.pause(2.0)
-            except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
-                self.db.close()
-                if isinstance(error, ConfigError) and not self.db.epoch:
-                    raise  # later it is a state: a restore may be under way
-                text = clean(" ".join(str(error).split()), MASKING.known)
-                if self.is_once:
-                    raise Unavailable(text) from None
-                tries += 1
-                self.repeats.say("database", text, logging.WARNING, "database_outage", text)
-                self.report(text)
-                self.pause(min(0.25 * 2**tries, 15.0) * (0.5 + random.random() / 2))
-        if not held:
-            self.delete_due = 0.0
-        if self.repeats.over("database") or self.repeats.over("lock"):
-            say(logging.INFO, "recovered", "the database is there, and the lock is ours")
-
-    def pause(self, seconds: float) -> None:
-        """A wait for a state to change; signals end it."""
-        with contextlib.suppress(Lost):
-            self._wait(seconds, deaf=True)
-        self.process.check()
-        if self.process.reload:
-            self.reload()
-
-    def rest(self) -> None:
-        """The wait at the end of a cycle: until something is due, or comes."""
-        now = time.monotonic()
-        waits = [self.interval, self.delete_due - now, self.db.optional_due - now]
-        waits += [self.prune_due - now] if self.config.retention_days else []
-        waits += [self.settings.wait]
-        quiet = self.quiet_until
-        waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
-        waits += [quiet - now] if quiet > now else []
-        if self.waiting:
-            due = self.db.run(NEXT_DUE, since=self.looked_at)
-            waits += [due[0][0] + 0.01] if due else []
-        # In an outage a NOTIFY does not shorten the wait: a dead frontend is not asked more often.
-        self._wait(min(waits), deaf=self._closed(self.entries))
-
-    def _wait(self, seconds: float, deaf: bool) -> None:
-        """The one wait point: the database's socket, and signals through the wake-up pipe."""
-        until = time.monotonic() + max(0.0, seconds)
-        while not self.process.stop_at and not self.process.reload:
-            self.process.progress()
-            if self.db.notifications() != self._heard and not deaf:
-                return
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            poller = select.poll()
-            poller.register(self.process.wake_fd, select.POLLIN)
-            if self.db.conn is not None:
-                poller.register(self.db.conn.fileno(), select.POLLIN)
-            self.state.flush()
-            wait = min(left, self.process.idle_limit, self.state.wait())
-            if self.db.locked and not self.db.local:
-                wait = min(wait, self._ask_silent_peer())
-            poller.poll(wait * 1000 + 1)
-            self.process.drain_wakeups()
-
-    def _ask_silent_peer(self) -> float:
-        """A TCP peer that went silent is only noticed by asking, every half minute."""
-        now = time.monotonic()
-        if now - self.db.used >= ASK_EVERY:
-            self.db.run("select 1")
-        return self.db.used + ASK_EVERY - now
-
-    def reload(self) -> None:
-        """SIGHUP: a good configuration takes over, a bad one is refused with its reasons."""
-        self.process.reload = False
-        daemon.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-        try:
-            self._use(self.reread())
-            say(logging.INFO, "reloaded", "the configuration was read again")
-        except ConfigError as error:
-            for problem in error.problems:
-                say(logging.ERROR, "bad_configuration", f"the old configuration stays: {problem}")
-        finally:
-            daemon.notify("READY=1")
-
-    reread: Callable[[], Config]
-
-    def _use(self, config: Config) -> None:
-        frontend = Frontend(config, self.process)  # the one that can fail, by its TLS files
-        configure_logging(config)
-        self.db.use(config.database_url, config.device_id)
-        self.frontend.close()
-        self.frontend = frontend
-        self.recordings = Recordings(config.recordings_dir)
-        self.config = config
-        self.entries.size = min(self.entries.size, config.batch_size)
-        if not self.entries.outage:
-            self.entries.size = config.batch_size
-        for door in (self.entries, self.files):
-            if door.outage:
-                door.outage.due = 0.0  # perhaps this was the cure
-        self.delete_due = 0.0
-        self.settings.use()
-
-    def serve(self) -> int:
-        """`run`: until a signal asks for the end."""
-        daemon.notify("READY=1")
-        say(logging.INFO, "started", f"serversync {__version__} started")
-        tries = 0
-        while True:
-            try:
-                self.process.check()
-                if tries:
-                    self.pause(backoff(min(tries, 5), 1.0))
-                self.hold()
-                self.cycle()
-                self.rest()
-                tries = 0
-                if self.process.reload:
-                    self.reload()
-            except Stopping:
-                break
-            except Lost as error:
-                text = f"the database connection is lost: {clean(str(error), MASKING.known)}"
-                self.repeats.say("database", "lost", logging.WARNING, "database_lost", text)
-            except ConfigError:
-                raise
-            except Exception as error:
-                tries += 1
-                text = f"a cycle failed, and is tried again: {error!r}"
-                self.repeats.say(
-                    "cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True
-                )
-                self.report(f"a cycle failed: {error!r}")
-                if getattr(error, "sqlstate", None) in ("3F000", "42P01"):
-                    self.db.close()  # our schema is gone (a restore?): made anew with the lock
-        daemon.notify("STOPPING=1\nSTATUS=stopped")
-        say(logging.INFO, "stopped", "stopped; what is pending waits in the outbox")
-        self.close()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # while Python ends, they would kill
-        return EX_OK
-
-    def once(self) -> int:
-        """`once`: drains what is due, and says by its exit code how that went."""
-        try:
-            self.hold()
-            self.cycle()
-            unfinished = self.db.run(UNFINISHED)[0][0]
-        except Busy:
-            say(logging.WARNING, "busy", "another agent holds the lock: try later")
-            return EX_TEMPFAIL
-        except (Unavailable, Lost, psycopg.Error) as error:
-            say(logging.ERROR, "unavailable", clean(str(error), MASKING.known))
-            return EX_UNAVAILABLE
-        except Stopping:
-            say(logging.WARNING, "stopped", "stopped before the end")
-            return EX_TEMPFAIL
-        finally:
-            self.close()
-        say(logging.INFO, "done", self.sentence)
-        if any(d.outage and d.outage.code != "ROOT_MISSING" for d in (self.entries, self.files)):
-            return EX_UNAVAILABLE
-        if self.deaths:
-            return EX_PERSON
-        return EX_TEMPFAIL if unfinished else EX_OK
-
-    def close(self) -> None:
-        self.frontend.close()
-        self.db.close()
-
-
-STANDBY: Final = "standby: another agent holds the lock"
-
 
 # ==================================================================================================
 # For people: the desk
@@ -10279,7 +10322,7 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     PATIENT.process = process = Process(environ)
     process.install()
     once = arguments.command == "once"
-    agent = Agent(config, process, StateFile({} if once else environ), once)
+    agent = Agent(config, process, StateFile({} if once else environ), once, Settings)
     agent.reread = read
     return agent.once() if once else agent.serve()
 

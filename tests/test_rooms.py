@@ -1,0 +1,120 @@
+"""The file has three rooms: none names anything of a later one, the first works alone, none grows.
+
+The limits are what the rooms have now, rounded up: a change that must raise one says why.
+"""
+
+import ast
+import dis
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import agent as agent_module
+from agent import agent_env, run_once
+from backend import Backend
+from frontend import Frontend
+from pg import Database
+
+SOURCE = Path(__file__).resolve().parent.parent / "serversync.py"
+BANNER = "# ROOM "
+LINES = {1: 4790, 2: 1640, 3: 3830}
+LARGEST = {"class lines": 1050, "attributes": 37, "function lines": 75}
+
+# The file cut behind room 1, with the little that a command line does for it.
+ALONE = """
+
+if __name__ == "__main__":
+    start_logging(os.environ)
+    config = load_config(read_env_file(sys.argv[2], os.environ), os.environ)
+    process = Process(os.environ)
+    process.install()
+    sys.exit(Agent(config, process, StateFile({}), once=True).once())
+"""
+
+
+def rooms() -> dict[int, tuple[int, int]]:
+    """The first and the last line of each room."""
+    lines = SOURCE.read_text().splitlines()
+    starts = [number for number, line in enumerate(lines, 1) if line.startswith(BANNER)]
+    ends = [start - 2 for start in starts[1:]] + [len(lines)]
+    return {
+        room: (start - 1, end)
+        for room, (start, end) in enumerate(zip(starts, ends, strict=True), 1)
+    }
+
+
+def room_of(line: int) -> int:
+    return sum(line >= first for first, _ in rooms().values())
+
+
+def globals_of(code: types.CodeType) -> Iterator[str]:
+    """The global names that it uses, itself or in what is made in it."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(step.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from globals_of(inner)
+
+
+def made_by(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    return [name.id for each in targets for name in ast.walk(each) if isinstance(name, ast.Name)]
+
+
+def test_a_room_names_nothing_of_a_later_one() -> None:
+    body = ast.parse(SOURCE.read_text()).body
+    home = {name: room_of(each.lineno) for each in body for name in made_by(each)}
+    assert set(home.values()) >= {1, 2, 3}
+    for each in body:
+        code = compile(ast.Module([each], []), "serversync.py", "exec")
+        room = room_of(each.lineno)
+        for name in globals_of(code):
+            assert home.get(name, 0) <= max(room, 1), f"line {each.lineno} names {name}"
+
+
+def test_the_first_room_alone_delivers_a_call_with_its_recording(
+    db: Database, frontend: Frontend, backend: Backend, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    _, end = rooms()[1]
+    program = tmp_path / "first_room.py"
+    program.write_text("\n".join(SOURCE.read_text().splitlines()[:end]) + ALONE)
+    monkeypatch.setattr(agent_module, "LAUNCH", "import runpy, sys; sys.argv.pop(0); "
+                        "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
+    monkeypatch.setattr(agent_module, "PROGRAM", str(program))
+    call = backend.end_call()
+    done = run_once(agent_env(db, frontend, backend))
+    assert done.returncode == 0, done.stderr
+    assert db.pending() == []
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not call.wav.exists()
+
+
+def test_no_room_grows() -> None:
+    for room, (first, last) in rooms().items():
+        assert last - first + 1 <= LINES[room], f"room {room} has {last - first + 1} lines"
+
+
+def test_no_class_or_function_grows() -> None:
+    for each in ast.walk(ast.parse(SOURCE.read_text())):
+        if not isinstance(each, ast.FunctionDef | ast.ClassDef):
+            continue
+        size = (each.end_lineno or 0) - each.lineno + 1
+        kind = "class lines" if isinstance(each, ast.ClassDef) else "function lines"
+        assert size <= LARGEST[kind], f"{each.name} has {size} lines"
+        if isinstance(each, ast.ClassDef):
+            made = {
+                node.attr
+                for node in ast.walk(each)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            }
+            assert len(made) <= LARGEST["attributes"], f"{each.name} has {len(made)} attributes"
