@@ -22,12 +22,11 @@ from backend import Backend
 from desk import Desk, Typist, assert_plain, bury, state_file, state_of
 from frontend import Frontend
 from ledger import receipts
-from machine import booted, needs_root
+from machine import STRANGER, booted, needs_root
 from pg import Cluster, Database
 from waiting import wait_until
 
 OTHER_USER = "nobody"
-AS_OTHER = ["setpriv", "--reuid", OTHER_USER, "--regid", "nogroup", "--clear-groups", "--"]
 INDEX = """
     SELECT i.indisvalid, pg_get_indexdef(i.indexrelid)
     FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
@@ -397,7 +396,7 @@ class Box:
 
     def pretend_service(self) -> None:
         """A process of the service's user, as its state file would name it."""
-        self._service = subprocess.Popen([*AS_OTHER, "sleep", "600"])
+        self._service = subprocess.Popen([*STRANGER, "sleep", "600"])
         wait_until(
             lambda: (
                 os.stat(f"/proc/{self._service and self._service.pid}").st_uid == self.user.pw_uid
@@ -475,7 +474,7 @@ def test_commands_typed_by_root_find_the_agent_that_runs_as_somebody_else(
 ) -> None:
     box.pretend_service()
     box("setup")
-    running = Agent({}, args=box.command("run"), prefix=AS_OTHER, runtime_dir=box.runtime_dir)
+    running = Agent({}, args=box.command("run"), prefix=STRANGER, runtime_dir=box.runtime_dir)
     try:
         running.wait_sentence("idle", 60)
         assert f"(pid {running.pid})" in box("status").stdout
@@ -493,7 +492,7 @@ def test_somebody_who_may_not_read_the_configuration_is_told_the_line(tmp_path: 
     env = agent_env(None, None, None, DATABASE_URL="postgresql:///x", FRONTEND_BASE_URL="http://x")
     for args in (("status",), ("dlq", "list", "two words"), ("setup",)):
         # Its env file lies in a directory that only root may enter.
-        refused = run_once(env, args=args, prefix=AS_OTHER)
+        refused = run_once(env, args=args, prefix=STRANGER)
         assert refused.returncode == 78
         one_sentence(refused, "Permission denied", "run: sudo serversync --env-file /")
         assert refused.stderr.rstrip().endswith(
@@ -504,11 +503,11 @@ def test_somebody_who_may_not_read_the_configuration_is_told_the_line(tmp_path: 
 @needs_root
 def test_somebody_whom_the_database_does_not_know_is_told_the_line(box: Box) -> None:
     for args in (["dlq", "list"], ["replay", "--seq", "1"], ["enqueue", "a", str(uuid.uuid4())]):
-        refused = box(*args, prefix=AS_OTHER, code=69)
+        refused = box(*args, prefix=STRANGER, code=69)
         one_sentence(refused, ": run: sudo serversync --env-file /")
         assert refused.stderr.rstrip().endswith(shlex.join(box.command(*args)))
-    assert "sudo serversync" in box("status", prefix=AS_OTHER, code=69).stdout
-    assert box("setup", prefix=AS_OTHER, code=69).stderr.count("sudo serversync") == 1
+    assert "sudo serversync" in box("status", prefix=STRANGER, code=69).stdout
+    assert box("setup", prefix=STRANGER, code=69).stderr.count("sudo serversync") == 1
 
 
 @needs_root
