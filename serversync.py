@@ -14,15 +14,22 @@ Promises
                           confirmed it in the contract's own words. An outage uses up nothing.
   Can one be sent twice?  Only what was under way when its answer did not come (a kill, a time-out,
                           a reset). Receivers tell by seq, entityId and Idempotency-Key.
-  In order?               The entries of one call (a lane) arrive by id; calls do not wait for
-                          each other; metadata never waits behind audio.
-  What blocks the rest?   Nothing. A bad entry is set aside, and in the end goes to
-                          serversync.dead_letters; what is pending is never deleted.
+  In order?               By id; after a failure an entry never passes an earlier one of the same
+                          entity, nor its call's own entry.
+  What blocks the rest?   Nothing. What fails waits alone, with what depends on it, and has a row in
+                          serversync.waiting that says why; what is pending is never deleted.
+
+Can a recording be lost? Five functions answer it
+  Files._upload           what is sent, and that it is still the same file afterwards
+  Files._stored           what the frontend says that it has (HEAD), before anything is marked
+  Store.confirm           marked, and noted for deletion, in one durable transaction
+  Ledger.settle           a result that cannot be written down is kept, or thrown away as a whole
+  Recordings.remove       one rename into the trash, compared there with what was sent
 
 Map: three rooms, each of which names nothing of a later one
   1 Delivering (from the outbox to the frontend)
-      configuration . vocabulary . logging and systemd . policy (pure decisions) . SQL .
-      database . frontend . recordings . the agent: deliveries . the agent: cycle and loop
+      configuration . vocabulary . logging and systemd . policy (pure decisions) . SQL . store .
+      HTTP . recordings . jobs: what they share . entries . files . deletions . the agent
   2 Settings (from the frontend to the backend)
       what the answers mean (pure) . the tables . announcements' audio . in the agent's loop
   3 For people (other processes, no lock)
@@ -49,6 +56,7 @@ import fcntl
 import hashlib
 import hmac
 import http.client
+import io
 import ipaddress
 import json
 import logging
@@ -70,7 +78,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
@@ -78,7 +86,7 @@ from enum import Enum
 from functools import cached_property, partial
 from itertools import islice
 from types import NoneType
-from typing import Any, Final, NoReturn, Protocol, TextIO
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import psycopg
@@ -86,9 +94,10 @@ import urllib3
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from systemd import daemon, journal
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.util import Timeout, parse_url
+from urllib3.util import parse_url
+from urllib3.util.ssl_match_hostname import CertificateError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # ==================================================================================================
 # ROOM 1: Delivering
@@ -135,11 +144,16 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _size(low: int, high: int) -> Callable[[str], int]:
+def _size(low: int, high: int, cut: int = 0) -> Callable[[str], int]:
+    """A size; one up to `cut`, which an earlier edition took, becomes the largest there is."""
+
     def parse(value: str) -> int:
         match = re.fullmatch(r"([0-9]{1,12}) ?(KiB|MiB)?", value)
         units = {None: 1, "KiB": 1024, "MiB": 1024 * 1024}
         size = int(match[1]) * units[match[2]] if match else -1
+        if high < size <= cut:
+            log.warning("a size of %s is more than is possible: %s MiB is used", value, high >> 20)
+            return high
         if not low <= size <= high:
             raise ValueError(f"must be a size from {low // 1024} KiB to {high // 1048576} MiB")
         return size
@@ -216,17 +230,23 @@ class Config:
         "FRONTEND_BASE_URL", None, _frontend, "http(s) URL of the frontend, without /api/…"
     )
     poll_interval: float = _option(
-        "SYNC_POLL_INTERVAL_SEC", "300", _number(0.1, 86400), "longest wait between two looks"
+        "SYNC_POLL_INTERVAL_SEC",
+        "300",
+        _number(0.1, 86400),
+        "longest wait between two looks; above 60 means 60",
     )
     batch_size: int = _option("SYNC_BATCH_SIZE", "100", _whole(1, 10000), "entries a request")
     batch_bytes: int = _option(
         "SYNC_BATCH_BYTES", "512 KiB", _size(1024, 4 << 20), "bytes a request"
     )
     entry_max_bytes: int = _option(
-        "SYNC_ENTRY_MAX_BYTES", "8 MiB", _size(1024, 256 << 20), "a larger entry is dead at once"
+        "SYNC_ENTRY_MAX_BYTES",
+        "8 MiB",
+        _size(1024, 32 << 20, 256 << 20),
+        "a larger entry is dead at once",
     )
     timeout: float = _option(
-        "SYNC_TIMEOUT_SEC", "30", _number(0.5, 300), "to connect, without progress, for an answer"
+        "SYNC_TIMEOUT_SEC", "30", _number(0.5, 600), "to connect, without progress, for an answer"
     )
     retry_max: int = _option(
         "SYNC_RETRY_MAX",
@@ -259,7 +279,10 @@ class Config:
         "SYNC_UPLOAD_KBPS", "0", _number(0, 10_000_000), "limit of uploads, 1000 bit/s; 0: none"
     )
     verify_path: str = _option(
-        "SYNC_VERIFY_PATH", "", _verify_path, "HEAD here must confirm an upload's length"
+        "SYNC_VERIFY_PATH",
+        "/api/recordings/{callLogId}",
+        _verify_path,
+        "HEAD here must confirm an upload's length; empty: never asked",
     )
     retention_days: float = _option(
         "SYNC_RETENTION_DAYS", "30", _number(0, 36500), "processed rows are kept; 0: for ever"
@@ -378,7 +401,7 @@ def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str
         except ConfigError as error:
             raise ConfigError([f"{path or ENV_FILE}: {line}" for line in error.problems]) from None
     ours = {k: v for k, v in environ.items() if k in NAMES or k.startswith("SYNC_")}
-    return {k: v for k, v in (settings | ours).items() if v.strip()}
+    return {k: v for k, v in (settings | ours).items() if v.strip() or k == "SYNC_VERIFY_PATH"}
 
 
 def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -420,7 +443,7 @@ def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Conf
         config = replace(config, device_id=config.device_id or derived_device_id())
         token = _find_token(config, environ, problems)
         config = replace(config, token=token)
-        problems += _cross_checks(config, environ)
+        problems += _cross_checks(config)
     if problems:
         raise ConfigError(problems)
     return config
@@ -455,7 +478,7 @@ def _find_token(config: Config, environ: Mapping[str, str], problems: list[str])
     return token
 
 
-def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+def _cross_checks(config: Config) -> Iterator[str]:
     if config.entry_max_bytes < config.batch_bytes:
         yield "SYNC_ENTRY_MAX_BYTES must not be less than SYNC_BATCH_BYTES"
     if 0 < config.upload_kbps < 1:
@@ -471,17 +494,10 @@ def _cross_checks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
             f"SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY cannot be used: {reason} "
             "(is each there, readable, PEM, and the key without a pass phrase?)"
         )
-    watchdog = int(environ.get("WATCHDOG_USEC") or 0) / 1e6
-    if watchdog and max(config.timeout, DB_DEADLINE) >= watchdog / 2:
-        yield (
-            f"SYNC_TIMEOUT_SEC ({config.timeout:g}) and the database's {DB_DEADLINE:g} s must be "
-            f"less than half of the unit's WatchdogSec ({watchdog:g})"
-        )
 
 
 def tls_context(config: Config) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=config.ca_file or None)
-    context.sslsocket_class = _PeekedSocket
     if config.client_cert:
         # An empty pass phrase: OpenSSL would ask for it on the terminal.
         context.load_cert_chain(config.client_cert, config.client_key or None, password="")
@@ -500,7 +516,7 @@ def derived_device_id() -> str:
 
 # ==================================================================================================
 # Vocabulary
-# One word for one thing: entry, try, attempt (a charged try), lane, set aside, dead, outage.
+# One word for one thing: entry, try, attempt (a charged try), waiting, outage, endpoint, dead.
 # ==================================================================================================
 
 FILE_TYPE: Final = "recording_file"
@@ -510,10 +526,11 @@ class Fate(Enum):
     """What becomes of that which was sent."""
 
     SENT = "sent"
-    DEAD = "dead"  # the entry's fault: no other answer will ever come
+    REJECTED = "rejected"  # the frontend says that it will never take it
     SUSPECT = "suspect"  # perhaps the entry's fault, perhaps the frontend's
-    ASIDE = "set aside"  # nobody's fault, or ours: waits, is never charged
+    WAITS = "waits"  # nobody's fault, or ours: is never charged
     OUTAGE = "outage"  # surely not the entry's fault
+    DEAD = "dead"  # it cannot be sent, and that lies here
 
 
 class Trouble(Enum):
@@ -549,6 +566,7 @@ class Answer:
     detail: str = ""
     steady: bool = False  # bytes moved until the end: slow, not stuck
     complete: bool = True  # the whole body went out before the answer came
+    sent: int = 0  # bytes of the request's body
     duration: float = 0.0
 
     @cached_property
@@ -564,21 +582,21 @@ class Answer:
 class Past:
     """What is known of an entry's earlier tries."""
 
+    entity_type: str
+    call_id: str | None
     tries: int = 0
     attempts: int = 0
-    successes: int | None = None  # the endpoint's counter at the last failure; None: no failure yet
-    age: float = 0.0  # seconds since the first failure
-
-
-class Next(Enum):
-    WAITS = "waits"
-    DEAD = "dead"
-    HELD = "held"  # its whole type is rejected: waits, uncharged, until one succeeds
+    type_sent: int | None = None  # how many of its type were sent at its last failure
+    waited: float = 0.0
+    sent_now: int = 0  # how many of its type were sent until now
+    rejected: int = 0  # of its type, in a row
 
 
 @dataclass(frozen=True)
-class Transition:
-    to: Next
+class Step:
+    """What becomes of an entry that failed alone."""
+
+    dead: bool
     tries: int
     attempts: int
     delay: float
@@ -587,31 +605,16 @@ class Transition:
 
 @dataclass(frozen=True)
 class Batch:
-    """Entries in the order in which they go, with their JSON as PostgreSQL wrote it."""
+    """Entries in the order in which they go, as the body that PostgreSQL wrote."""
 
     seqs: list[int]
-    sizes: list[int]
-    body: bytes  # {"entries":[…]}; empty when the only entry is too large for one piece
+    size: int  # of the largest of them
+    body: bytes  # {"entries":[…]}; empty when the only entry is larger than SYNC_ENTRY_MAX_BYTES
 
     @cached_property
     def key(self) -> str:
         """The same entries and bytes have the same key."""
         return hashlib.sha256(self.body).hexdigest()
-
-    def part(self, picked: Sequence[int]) -> Batch:
-        """Some of the entries, cut out of the same text (HEAD, entry, comma, entry, …, TAIL)."""
-        starts, at = [], len(BODY_HEAD)
-        for size in self.sizes:
-            starts.append(at)
-            at += size + 1
-        text = memoryview(self.body)
-        pieces = [text[starts[i] : starts[i] + self.sizes[i]] for i in picked]
-        body = BODY_HEAD + b",".join(pieces) + BODY_TAIL if self.body else b""
-        return Batch([self.seqs[i] for i in picked], [self.sizes[i] for i in picked], body)
-
-
-BODY_HEAD: Final = b'{"entries":['
-BODY_TAIL: Final = b"]}"
 
 
 @dataclass(frozen=True)
@@ -619,7 +622,6 @@ class FileEntry:
     """A recording_file entry, with what is known of its earlier looks and of its recording."""
 
     seq: int
-    lane: str
     entity_id: str
     call_log_id: str | None
     recording_id: str
@@ -628,8 +630,9 @@ class FileEntry:
     tries: int
     waited: float
     upload_status: str | None
-    file_url: str | None
     second: bool
+    waits_for: int | None
+    early: bool  # an entry before it has not been tried: both came to light behind the pass
 
 
 @dataclass(frozen=True)
@@ -637,11 +640,12 @@ class Receipt:
     """What is written down of a request that was confirmed."""
 
     kind: str
-    size: int
+    bytes: int
     key: str
     request_sha256: str | None
     answer: Answer
-    lane: str | None = None
+    outcome: str
+    call_log_id: str | None = None
     entity_id: str | None = None
     url: str | None = None
     directory: str | None = None
@@ -655,55 +659,22 @@ class Outage:
     code: str
     reason: str
     since: float
-    tries: int = 0
-    due: float = 0.0
-
-
-@dataclass(frozen=True)
-class Aside:
-    """An entry that failed alone, and what follows from it."""
-
-    seq: int
-    entity_type: str
-    lane: str
-    call: str | None
-    verdict: Verdict
-    step: Transition
-    successes: int
-    waited: float
-    recording_id: str | None
-
-
-OUTAGE_LANES: Final = 3  # so many lanes set aside in a row, without a success between: an outage
-OUTAGE_LANES_ONCE: Final = 10
-
-
-@dataclass
-class Endpoint:
-    """What the agent remembers of one of the frontend's two doors; a restart may forget it."""
-
-    name: str
-    size: int
-    gentle: bool = False  # after a time-out or a 413 it grows by a tenth, not by doubling
-    outage: Outage | None = None
-    lanes: int = OUTAGE_LANES
-    aside: list[Aside] = field(default_factory=list)  # in a row, and not yet written down
-    tried: dict[str, None] = field(default_factory=dict)  # lanes, in the order of their last try
-    held: dict[str, int] = field(default_factory=dict)  # types, and how often they were asked
-    suspected: dict[int, int] = field(default_factory=dict)  # successes at failures it hid
-    paused: dict[int, int] = field(default_factory=dict)  # 503 with Retry-After, by entry: see heed
+    tries: int
+    due: float
+    by_entries: bool  # so many of them failed: nothing else says so, and a new one is worth a try
 
 
 @dataclass
 class Tally:
-    """What one cycle did; its sentence is made of it."""
+    """What was done since the last rest; the sentence is made of it."""
 
     entries: int = 0
     files: int = 0
     bytes: int = 0
     removed: int = 0
-    aside: int = 0
+    waiting: int = 0
     dead: int = 0
+    looked: bool = False  # for entries: then also "nothing to send" is news
     started: float = field(default_factory=time.monotonic)
 
 
@@ -742,14 +713,31 @@ class Gone(EntryTrouble):
 
 log: Final = logging.getLogger("serversync")
 
+# A value in quotes, with what is escaped in it, also where all of it was escaped once more (JSON in
+# JSON, or in a repr); without its end: to the end.
+_NO_END: Final = r"(?![\s,;:)}\]&]|\Z)"
+_IN_QUOTES: Final = (
+    rf"\*\*\*|\"(?:[^\"\\]|\\.|(?<=\\)\"{_NO_END})*\"?|'(?:[^'\\]|\\.|''|(?<=\\)'{_NO_END})*'?"
+    r"|(?P<mark>\\+[\"'])(?:(?!(?<!\\)(?P=mark)).)*(?:(?P=mark))?"
+)
+_WORD: Final = r"(?:\\+[\"']?|[^\s\"'&,;\\])+"
 _SECRETS: Final = (
     (re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.S), "***"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[^\s\"',;]+"), r"\1 ***"),
-    (re.compile(r"(://[^/\s:@]*:)[^\s@]*@"), r"\1***@"),
+    # Whatever the scheme is: its name, and one word or a list of key=value.
     (
         re.compile(
-            r"(?i)((?:password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key)"
-            r"[\"']?\s*[=:]\s*)(?:\*\*\*|\"[^\"]*\"?|'[^']*'?|[^\s\"'&,;]+)"
+            rf"(?is)(authorization\\*[\"']?\s*[=:]\s*)(?:{_IN_QUOTES}|{_WORD}(?:[ \t]+"
+            rf"(?:[\w-]+=(?:\"[^\"]*\"|{_WORD})(?:,\s*[\w-]+=(?:\"[^\"]*\"|{_WORD}))*|{_WORD}))?)"
+        ),
+        r"\1***",
+    ),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[^\s\"',;]+"), r"\1 ***"),
+    # A password may hold any character but a blank: up to the last @ before a quote.
+    (re.compile(r"(://[^/\s:]{0,500}:)[^\s@]{0,1000}@(?:[^\s\"'<>]{0,1000}@)?"), r"\1***@"),
+    (
+        re.compile(
+            r"(?is)((?:password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key)"
+            rf"\\*[\"']?\s*[=:]\s*)(?:{_IN_QUOTES}|{_WORD})"
         ),
         r"\1***",
     ),
@@ -760,12 +748,13 @@ _SECRETS: Final = (
         ),
         "***",
     ),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
+    (re.compile(r"\beyJ[\w-]{8,8000}\.[\w-]{1,8000}\.[\w-]*"), "***"),
 )
 # Without one of these none of the above matches: most sentences have none.
 _TELLTALE: Final = re.compile(
     r"[=:]|-----|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk[-_]|xox|xapp-|AIza|eyJ|(?i:bearer|basic)"
 )
+CLEAN_MAX, CUT_MARGIN = 256 * 1024, 8 * 1024  # characters
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_BUT_BREAKS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -788,13 +777,18 @@ def _without_known(text: str, known: Sequence[str]) -> str:
 
 def clean(text: str, known: Sequence[str] = (), limit: int = 1024, lines: bool = False) -> str:
     """Text from outside, fit for SQL, the journal and sd_notify, where a line break would begin
-    another variable: no control character, no surrogate, no secret, short."""
-    text = _without_known(text[: 1 << 20], known)[: 4 * limit]
-    if text.isascii() and text.isprintable() and not _TELLTALE.search(text):
-        return text[:limit]  # as most are
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    unfit = _CONTROL_BUT_BREAKS if lines else _CONTROL
-    return mask(unfit.sub(" ", text))[:limit]
+    another variable: no control character, no surrogate, no secret, short.
+
+    It is masked before it is cut: half a secret would look like none. Of what is longer than all
+    that we read, the end is left out, where one may have been cut in two.
+    """
+    long = len(text) > CLEAN_MAX
+    text = _without_known(text[:CLEAN_MAX], known)
+    if not text.isascii() or not text.isprintable():
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = (_CONTROL_BUT_BREAKS if lines else _CONTROL).sub(" ", text)
+    text = mask(text)
+    return (text[:-CUT_MARGIN] if long else text)[:limit]
 
 
 class Masking(logging.Filter):
@@ -820,55 +814,13 @@ class Masking(logging.Filter):
 MASKING: Final = Masking()
 
 
-class Patient(logging.Handler):
-    """Whoever should take our log may be there and not read it (a journal that is stopped, a pipe):
-    a second is waited, then a minute's lines are dropped, and that is said."""
-
-    inner: logging.Handler = logging.NullHandler()
-    process: Process | None = None
-    _deaf_until = 0.0
-    _dropped = 0
-    _failed = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.process is None:
-            self.inner.emit(record)
-        elif time.monotonic() < self._deaf_until or not self._told(record):
-            self._dropped += 1
-        elif self._dropped:
-            text = f"{count(self._dropped, 'line')} of this log dropped: nobody read it"
-            self._dropped = 0
-            fields = {"EVENT": "log_dropped", "levelno": logging.WARNING, "levelname": "WARNING"}
-            self._told(logging.makeLogRecord({"msg": text, "name": "serversync"} | fields))
-
-    def _told(self, record: logging.LogRecord) -> bool:
-        assert self.process is not None
-        self._failed, started = False, time.monotonic()
-        self.inner.handleError = self._on_error  # type: ignore[method-assign]
-        try:
-            with self.process.deadline(1.0, None):
-                self.inner.emit(record)
-        except TimedOut:
-            self._failed = True
-        if self._failed and time.monotonic() - started > TICK / 2:  # it was a wait that failed
-            self._deaf_until = time.monotonic() + 60
-        return not self._failed
-
-    def _on_error(self, record: logging.LogRecord) -> None:
-        self._failed = True
-
-    def give_up(self) -> None:
-        """At the end: what still stands in the buffer must not be waited for."""
-        if time.monotonic() < self._deaf_until:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-PATIENT: Final = Patient()
-
-
 def known_secrets(config: Config) -> list[str]:
-    password = conninfo_to_dict(config.database_url).get("password")
-    return [secret for secret in (config.token, str(password or "")) if secret]
+    """As they are, and as JSON or a query writes them."""
+    known: list[str] = []
+    for secret in (config.token, str(conninfo_to_dict(config.database_url).get("password") or "")):
+        text = json.dumps(secret)[1:-1]
+        known += [secret, text, text.replace("/", "\\/"), quote(secret), quote(secret, safe="")]
+    return list(dict.fromkeys(filter(None, known)))
 
 
 def start_logging(environ: Mapping[str, str]) -> None:
@@ -878,10 +830,9 @@ def start_logging(environ: Mapping[str, str]) -> None:
         status = os.fstat(2)
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler = journal.JournalHandler(SYSLOG_IDENTIFIER="serversync")
-    PATIENT.inner = handler
-    PATIENT.addFilter(MASKING)
+    handler.addFilter(MASKING)
     logging.raiseExceptions = False  # a full journal must not print tracebacks
-    logging.root.handlers[:] = [PATIENT]
+    logging.root.handlers[:] = [handler]
     logging.getLogger("urllib3").setLevel(logging.CRITICAL)
 
 
@@ -1038,6 +989,27 @@ def shut_socket(fd: int) -> None:
                 os.close(twin)
 
 
+def look_up(host: str) -> None:
+    """Raises what getaddrinfo does. That cannot be interrupted, and silent name servers take it ten
+    seconds: a thread asks, and is left behind when a deadline or the end comes first."""
+    errors: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            pass  # whoever connects meets it again
+        except OSError as error:
+            errors.append(error)
+
+    if not re.fullmatch(r"[\d.]*|.*[:/].*", host):  # a name: no address, no directory
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join()
+    if errors:
+        raise errors[0]
+
+
 class StateFile:
     """/run/serversync/state.json for those who look from outside; at most once a second."""
 
@@ -1072,25 +1044,25 @@ class StateFile:
 
 # ==================================================================================================
 # Policy: pure decisions
-# No clock, no I/O: whose fault is it, what becomes of an entry, what is said.
+# No clock, no I/O: whose fault is it, what becomes of an entry, when is an endpoint asked again.
 # ==================================================================================================
 
 BACKOFF_CAP: Final = 256.0
-RETRY_AFTER_CAP: Final = 3600.0
-DEATHS_IN_ROW: Final = 9  # a type that is only ever rejected is the frontend's fault, not ours
-HELD_SEC: Final = 3000.0  # how long a held type waits, but for one entry that is asked
-PAUSES_IN_ROW: Final = 3  # so often a 503 of the same entries is taken for a request for a pause
+HOUR: Final = 3600.0
+REJECTED_IN_ROW: Final = 9  # a type that is only ever rejected is the frontend's fault, not ours
+SENT_SINCE: Final = 3  # so many others of its type must get through before a failure is charged
+ENTRIES_IN_ROW, FILES_IN_ROW = 30, 3  # distinct ones that failed without a success: an outage
+ALIVE_SEC: Final = 10.0  # how long the answer to the empty request is believed
+SHARE: Final = 9  # after a retry that took t seconds, none for 9 t
+HASTY_SEC: Final = 5.0  # for a request after a time-out, until one gets through
+BESIDE_SEC: Final = 3.0  # for a request while a file travels: perhaps that fills the line
 LOOKS_MIN: Final = 5
 LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer than 300 s
-# Deaths that say nothing of the frontend.
-LOCAL_CODES: Final = frozenset(
-    {"FILE_MISSING", "FILE_UNSAFE", "BAD_PAYLOAD", "SECOND_RECORDING", "TOO_LARGE"}
-)
 
 
-def backoff(tries: int, jitter: float) -> float:
-    """2, 4, 8, … 256 s, and full jitter after the cap: never all devices at once."""
-    return jitter * min(BACKOFF_CAP, 2.0 ** min(tries, 16))
+def backoff(tries: int, jitter: float, cap: float = BACKOFF_CAP) -> float:
+    """2, 4, 8, … 256 s, and full jitter: never all devices at once."""
+    return jitter * min(cap, 2.0 ** min(tries, 16))
 
 
 def patience(tries: int, pause: float | None, jitter: float) -> float:
@@ -1100,7 +1072,7 @@ def patience(tries: int, pause: float | None, jitter: float) -> float:
     All who were told the same at the same moment, as when the power returns to all of them, or
     until the same date, would else come back together.
     """
-    pause = min(pause or 0.0, RETRY_AFTER_CAP)
+    pause = min(pause or 0.0, HOUR)
     most = max(min(2 * pause, BACKOFF_CAP), 1.1 * pause)
     return max(backoff(tries, jitter), pause + jitter * (most - pause))
 
@@ -1109,104 +1081,72 @@ def patience(tries: int, pause: float | None, jitter: float) -> float:
 class Rule:
     """A row of the table of verdicts."""
 
-    code: str
-    fate: Fate
-    reason: str
     when: Callable[[Answer], bool]
+    fate: Fate
+    code: str
+    reason: str
 
 
-def _is_object(answer: Answer) -> bool:
-    return isinstance(answer.said, dict)
+def _http(*statuses: int) -> Callable[[Answer], bool]:
+    return lambda answer: answer.status in statuses
 
 
-def _http(low: int, high: int | None = None) -> Callable[[Answer], bool]:
-    return lambda answer: low <= (answer.status or 0) <= (high or low)
-
-
-def _trouble(trouble: Trouble) -> Callable[[Answer], bool]:
-    return lambda answer: answer.trouble is trouble
+def _trouble(trouble: Trouble, words: str = "") -> Callable[[Answer], bool]:
+    return lambda answer: answer.trouble is trouble and bool(re.search(words, answer.detail))
 
 
 def _asks_for_a_pause(answer: Answer) -> bool:
-    """429, or a 503 that says until when; a crash behind a proxy can say so, too: see heed."""
-    if answer.status == 503:
-        return retry_after(answer.retry_after, 0.0) is not None
-    return answer.status == 429
+    """429, or a 503 that says until when."""
+    known = retry_after(answer.retry_after, 0.0) is not None
+    return answer.status == 429 or (answer.status == 503 and known)
 
 
+def _is_slow(answer: Answer) -> bool:
+    return answer.status == 408 and answer.steady
+
+
+def _rejects(answer: Answer) -> bool:
+    return answer.status in (400, 422) and isinstance(answer.said, dict)
+
+
+_CLOCK: Final = "not yet valid|has expired"
+_NOT_OURS: Final = "a success, but not in the contract's words: not our frontend?"
+_PROXY: Final = "too large for the frontend, or for a proxy before it (nginx: client_max_body_size)"
+_TLS_CLOCK: Final = (
+    "TLS with the frontend failed (if its certificate is good: is this clock right?)"
+)
 # The first row that fits decides. SENT rows stand in confirm_entries and confirm_upload: only
 # they know the contract's words.
 RULES: Final = (
-    Rule(
-        "NETWORK_ERROR",
-        Fate.OUTAGE,
-        "the frontend cannot be reached",
-        _trouble(Trouble.UNREACHABLE),
-    ),
-    Rule(
-        "TLS_ERROR",
-        Fate.OUTAGE,
-        "TLS with the frontend failed (if its certificate is good: is this clock right?)",
-        _trouble(Trouble.TLS),
-    ),
-    Rule(
-        "NETWORK_TIMEOUT",
-        Fate.SUSPECT,
-        "the frontend did not answer in time",
-        _trouble(Trouble.TIMEOUT),
-    ),
-    Rule(
-        "NETWORK_RESET", Fate.SUSPECT, "the frontend closed the connection", _trouble(Trouble.RESET)
-    ),
-    Rule("BAD_RESPONSE", Fate.SUSPECT, "what came back is not HTTP", _trouble(Trouble.GARBLED)),
-    Rule("RATE_LIMITED", Fate.OUTAGE, "the frontend asks for a pause", _asks_for_a_pause),
-    Rule(
-        "CONFLICT", Fate.SUSPECT, "the frontend says conflict, but not that it has it", _http(409)
-    ),
-    Rule(
-        "BAD_RESPONSE",
-        Fate.SUSPECT,
-        "a success, but not in the contract's words: not our frontend?",
-        _http(200, 299),
-    ),
-    Rule(
-        "REDIRECTED",
-        Fate.SUSPECT,
-        "a redirect, which is never followed: a login page?",
-        _http(300, 399),
-    ),
-    Rule("UNAUTHORIZED", Fate.SUSPECT, "the frontend does not accept our credentials", _http(401)),
-    Rule(
-        "UNAUTHORIZED",
-        Fate.SUSPECT,
-        "the frontend forbids it, perhaps to these credentials",
-        _http(403),
-    ),
-    Rule(
-        "NOT_FOUND",
-        Fate.SUSPECT,
-        "no such address: not deployed, or a wrong base URL?",
-        _http(404, 405),
-    ),
-    Rule(
-        "TOO_SLOW",
-        Fate.ASIDE,
-        "the frontend gave up on a body that was moving",
-        lambda answer: answer.status == 408 and answer.steady,
-    ),
-    Rule("NETWORK_TIMEOUT", Fate.SUSPECT, "the frontend waited in vain", _http(408)),
-    Rule("TOO_LARGE", Fate.DEAD, "too large for the frontend", _http(413)),
-    Rule(
-        "BAD_REQUEST",
-        Fate.DEAD,
-        "the frontend rejects it",
-        lambda answer: answer.status in (400, 422) and _is_object(answer),
-    ),
-    Rule("BAD_RESPONSE", Fate.SUSPECT, "rejected, but not by our frontend", _http(400)),
-    Rule("BAD_RESPONSE", Fate.SUSPECT, "rejected, but not by our frontend", _http(422)),
-    Rule("FRONTEND_5XX", Fate.SUSPECT, "the frontend has trouble", _http(500, 599)),
-    Rule("UNKNOWN", Fate.SUSPECT, "an answer that nobody expected", lambda answer: True),
-)
+    Rule(_trouble(Trouble.UNREACHABLE), Fate.OUTAGE,
+         "NETWORK_ERROR", "the frontend cannot be reached"),
+    Rule(_trouble(Trouble.TLS, _CLOCK), Fate.OUTAGE, "TLS_ERROR", _TLS_CLOCK),
+    Rule(_trouble(Trouble.TLS), Fate.OUTAGE, "TLS_ERROR", "TLS with the frontend failed"),
+    Rule(_trouble(Trouble.TIMEOUT), Fate.SUSPECT,
+         "NETWORK_TIMEOUT", "the frontend did not answer in time"),
+    Rule(_trouble(Trouble.RESET), Fate.SUSPECT,
+         "NETWORK_RESET", "the frontend closed the connection"),
+    Rule(_trouble(Trouble.GARBLED), Fate.SUSPECT, "BAD_RESPONSE", "what came back is not HTTP"),
+    Rule(_asks_for_a_pause, Fate.SUSPECT, "RATE_LIMITED", "the frontend asks for a pause"),
+    Rule(_http(409), Fate.SUSPECT,
+         "CONFLICT", "the frontend says conflict, but not that it has it"),
+    Rule(_http(*range(200, 300)), Fate.SUSPECT, "BAD_RESPONSE", _NOT_OURS),
+    Rule(_http(*range(300, 400)), Fate.SUSPECT,
+         "REDIRECTED", "a redirect, which is never followed: a login page?"),
+    Rule(_http(401), Fate.SUSPECT,
+         "UNAUTHORIZED", "the frontend does not accept our credentials"),
+    Rule(_http(403), Fate.SUSPECT,
+         "UNAUTHORIZED", "the frontend forbids it, perhaps to these credentials"),
+    Rule(_http(404, 405), Fate.SUSPECT,
+         "NOT_FOUND", "no such address: not deployed, or a wrong base URL?"),
+    Rule(_is_slow, Fate.WAITS, "TOO_SLOW", "the frontend gave up on a body that was moving"),
+    Rule(_http(408), Fate.SUSPECT, "NETWORK_TIMEOUT", "the frontend waited in vain"),
+    Rule(_http(413), Fate.SUSPECT, "TOO_LARGE", _PROXY),
+    Rule(_rejects, Fate.REJECTED, "BAD_REQUEST", "the frontend rejects it"),
+    Rule(_http(400, 422), Fate.SUSPECT, "BAD_RESPONSE", "rejected, but not by our frontend"),
+    Rule(_http(*range(500, 600)), Fate.SUSPECT, "FRONTEND_5XX", "the frontend has trouble"),
+    Rule(lambda answer: True, Fate.SUSPECT, "UNKNOWN", "an answer that nobody expected"),
+)  # fmt: skip
 
 
 def classify(answer: Answer, now: float = 0.0) -> Verdict:
@@ -1215,10 +1155,12 @@ def classify(answer: Answer, now: float = 0.0) -> Verdict:
     reason = rule.reason
     if answer.status is not None:
         reason += f": HTTP {answer.status}"
+    if rule.code == "TOO_LARGE":
+        reason += f" to {human(answer.sent)}"
     if answer.detail:
         reason += f": {answer.detail}"
-    elif answer.body:
-        reason += f": {answer.body[:300].decode('utf-8', 'replace')}"
+    elif answer.body:  # as a whole: it is masked before it is cut
+        reason += f": {answer.body.decode('utf-8', 'replace')}"
     pause = retry_after(answer.retry_after, now) if rule.code == "RATE_LIMITED" else None
     return Verdict(rule.fate, rule.code, reason, answer.status, pause)
 
@@ -1228,39 +1170,13 @@ def retry_after(text: str | None, now: float) -> float | None:
     if text is None:
         return None
     if re.fullmatch(r"[0-9]+", text.strip()):
-        return min(float(text.strip()[:12]), RETRY_AFTER_CAP)
+        return min(float(text.strip()[:12]), HOUR)
     try:
         date = parsedate_to_datetime(text)  # without a zone: HTTP's dates are GMT
         wait = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now
     except (TypeError, ValueError, OverflowError):
         return None
-    return min(max(wait, 0.0), RETRY_AFTER_CAP)
-
-
-def heed(verdict: Verdict, seqs: Sequence[int], paused: dict[int, int], most: int) -> Verdict:
-    """A 503 that asks for a pause is believed so many times in a row, then it is a plain 503.
-
-    In a row: of the same entry, whatever got through meanwhile (`paused` counts, and forgets what
-    is sent). A poisonous one whose crash looks like this would else hold all traffic each time it
-    is tried; so it is soon halved out of its batch, and what it gets later is plain at once.
-    """
-    if verdict.fate is Fate.SENT:
-        if paused:
-            for seq in seqs:
-                paused.pop(seq, None)
-    elif verdict.code == "RATE_LIMITED" and verdict.status == 503:
-        often = 1 + max((paused.get(seq, 0) for seq in seqs), default=0)
-        for seq in seqs:
-            remember(paused, seq, paused.get(seq, 0) + 1, 1024)
-        if often > most:
-            reason = f"the frontend has trouble: {verdict.reason}"
-            return replace(verdict, fate=Fate.SUSPECT, code="FRONTEND_5XX", reason=reason)
-    return verdict
-
-
-def speaks_for_all(verdict: Verdict, tries: int) -> bool:
-    """Whether a pause that one endpoint was told holds for all: a 503, not for ever."""
-    return verdict.code == "RATE_LIMITED" and (verdict.status != 503 or tries <= PAUSES_IN_ROW)
+    return min(max(wait, 0.0), HOUR)
 
 
 def _already(answer: Answer, key: str) -> bool:
@@ -1270,8 +1186,10 @@ def _already(answer: Answer, key: str) -> bool:
         return False
     error = said.get("error")
     codes = [said.get("code"), error.get("code") if isinstance(error, dict) else error]
+    if said.get("ok") is True or "ALREADY_PROCESSED" in codes:
+        return True
     keys = [said.get("idempotencyKey"), said.get("idempotency_key"), said.get("key")]
-    return said.get("ok") is True or "ALREADY_PROCESSED" in codes or (bool(key) and key in keys)
+    return bool(key) and key in keys and not {"ok", "error", "code", "status"} & said.keys()
 
 
 def _success(answer: Answer) -> bool:
@@ -1325,39 +1243,106 @@ def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tup
     return _sent(answer, already), str(url)
 
 
-def next_state(
-    past: Past,
-    verdict: Verdict,
-    successes: int,
-    deaths: int,
-    retry_max: int,
-    retry_hours: float,
-    jitter: float,
-) -> Transition:
+def is_alive(answer: Answer) -> bool:
+    """The answer to an empty request: the contract's own, or that of a frontend which wants at
+    least one entry."""
+    said = answer.said
+    if not isinstance(said, dict):
+        return False
+    return (_success(answer) and said.get("ok") is True) or answer.status in (400, 422)
+
+
+def confirm_length(look: Answer, size: int) -> Verdict:
+    """What a HEAD says of an upload, where it can be trusted."""
+    told = look.status == 200 and (look.length or "").isdigit()
+    if told and int(look.length or 0) == size:
+        return Verdict(Fate.SENT, "", "confirmed", look.status)
+    if told or look.status == 404:
+        found = f"{look.length} of" if told else "none of"
+        reason = f"stored, but not as it was sent: SYNC_VERIFY_PATH says that it has {found}"
+        return Verdict(Fate.SUSPECT, "BAD_RESPONSE", f"{reason} {size} bytes", look.status)
+    detail = look.detail or "SYNC_VERIFY_PATH does not tell what it has"
+    return replace(classify(replace(look, detail=detail)), fate=Fate.SUSPECT)
+
+
+def judge(
+    past: Past, verdict: Verdict, retry_max: int, retry_hours: float, jitter: float,
+    probing: bool = False, charge: bool = True, counts: bool = True,
+) -> Step:  # fmt: skip
     """What becomes of one entry that failed alone.
 
-    A suspect is charged only if its endpoint has had a success since the entry's last failure:
-    without one, nothing says that it is the entry's fault. `deaths` counts how many of its type
-    died in a row without a success.
+    A suspect is charged only if others of its type got through since its last failure: without
+    them nothing says that it is the entry's fault. In an outage (`probing`) nothing dies; and tries
+    that only met the outage (not `counts`) never make it wait for an hour later.
     """
-    suspect = verdict.fate is Fate.SUSPECT
-    charged = suspect and past.successes is not None and successes > past.successes
-    tries, attempts = past.tries + 1, past.attempts + charged
-    worn_out = charged and attempts >= retry_max and past.age >= retry_hours * 3600
-    to = Next.WAITS
-    if verdict.fate is Fate.DEAD or worn_out:
-        broken = deaths >= DEATHS_IN_ROW and verdict.code not in LOCAL_CODES
-        to = Next.HELD if broken else Next.DEAD
-    if to is Next.HELD:
-        charged, attempts = False, past.attempts
-    # What is due in more than an hour counts as due: a clock that was wrong.
-    delay = min(patience(tries, verdict.retry_after, jitter), RETRY_AFTER_CAP)
-    return Transition(to, tries, attempts, delay, charged)
+    fate = verdict.fate
+    if fate is Fate.REJECTED and (probing or past.rejected >= REJECTED_IN_ROW):
+        fate = Fate.SUSPECT
+    since = None if past.type_sent is None else past.sent_now - past.type_sent
+    charged = fate is Fate.SUSPECT and charge and since is not None and since >= SENT_SINCE
+    tries = past.tries + 1 if counts else max(past.tries, min(past.tries + 1, 8))
+    attempts = past.attempts + charged
+    worn_out = charged and attempts >= retry_max and past.waited >= retry_hours * HOUR
+    cap = HOUR if tries > 8 else BACKOFF_CAP
+    delay = max(backoff(tries, jitter, cap), patience(0, verdict.retry_after, jitter))
+    return Step(fate in (Fate.REJECTED, Fate.DEAD) or worn_out, tries, attempts,
+                min(delay, HOUR), charged)  # fmt: skip
 
 
-def next_size(size: int, most: int, gentle: bool) -> int:
-    """The batch after a success: doubled, or a tenth larger when a time-out showed the limit."""
-    return min(most, max(size + 1, size + size // 10) if gentle else size * 2)
+@dataclass
+class Endpoint:
+    """What the agent remembers of one of the frontend's endpoints; a restart may forget it."""
+
+    name: str
+    most: int  # entries a request
+    in_row: int  # so many distinct failures without a success are an outage
+    size: int = 1
+    gentle: bool = False  # after a time-out it grows by a tenth, not by doubling
+    hasty: bool = False  # after a time-out with the frontend alive: until one gets through
+    outage: Outage | None = None
+    failing: set[int] = field(default_factory=set)  # in a row, without a success between
+    seen: int = 0  # the newest entry at the last try of an outage
+    retry_at: float = 0.0
+
+    def succeeded(self, number: int) -> Outage | None:
+        """So many got through; the outage that this ended."""
+        ended, self.outage = self.outage, None
+        self.failing.clear()
+        self.hasty = False
+        if ended is not None or number >= self.size:
+            grown = max(self.size + 1, self.size + self.size // 10) if self.gentle else 2 * number
+            self.size = min(self.most, grown)
+        return ended
+
+    def failed_together(self, number: int, verdict: Verdict) -> None:
+        """A batch of several failed, and the frontend lives: fetched again, half as large."""
+        self.size = max(1, number // 2)
+        self.gentle = self.gentle or verdict.code in ("NETWORK_TIMEOUT", "TOO_LARGE")
+
+    def failed_alone(self, seq: int) -> bool:
+        """Whether so many in a row are an outage, whatever the empty request is told."""
+        self.failing.add(seq)
+        return len(self.failing) >= self.in_row
+
+    def begin_outage(self, verdict: Verdict, now: float, jitter: float, by_entries: bool) -> None:
+        """What came back decides when the next try is; the first one tells since when."""
+        before = self.outage
+        tries = before.tries + 1 if before else 1
+        pause = None if by_entries else verdict.retry_after  # that one was told to an entry
+        due = now + patience(tries, pause, jitter)
+        since = before.since if before else now
+        self.outage = Outage(verdict.code, verdict.reason, since, tries, due, by_entries)
+        self.size, self.gentle, self.hasty = 1, False, False
+
+    def retried(self, now: float, took: float, sent: bool) -> None:
+        """Retries never take more than a tenth of the time."""
+        self.retry_at = now if sent else now + min(SHARE * took, HOUR)
+
+    def forget(self) -> None:
+        """Somebody mended something: try now."""
+        self.outage, self.retry_at, self.seen, self.size = None, 0.0, 0, self.most
+        self.gentle = self.hasty = False
+        self.failing.clear()
 
 
 def grace_is_over(tries: int, waited: float, grace: float) -> bool:
@@ -1388,8 +1373,8 @@ def count(number: float, word: str, plural: str = "") -> str:
 IDLE: Final = "idle: nothing to send"
 
 
-def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
-    """What the cycle did, or why it did nothing, in one sentence."""
+def sentence_of(tally: Tally, outages: Sequence[tuple[str, Outage]], now: float) -> str:
+    """What was done, or why nothing was done, in one sentence."""
     done = []
     if tally.entries:
         done.append(f"sent {count(tally.entries, 'entry', 'entries')}")
@@ -1397,15 +1382,15 @@ def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
         done.append(f"uploaded {count(tally.files, 'recording')} ({human(tally.bytes)})")
     if tally.removed:
         done.append(f"removed {count(tally.removed, 'uploaded recording')} from the disk")
-    if tally.aside:
-        done.append(f"set {count(tally.aside, 'entry', 'entries')} aside")
+    if tally.waiting:
+        done.append(f"{count(tally.waiting, 'entry waits', 'entries wait')} for a retry")
     if tally.dead:
         done.append(f"gave up {count(tally.dead, 'entry', 'entries')} (dead letters)")
-    for outage in outages:
+    for _, outage in outages:
         wait = max(0.0, outage.due - now)
-        done.append(
-            f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s: {outage.reason}"
-        )
+        told = f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s"
+        if not any(outage.reason in each for each in done):  # mostly the same for both
+            done.append(f"{told}: {outage.reason}")
     return "; ".join(done)[:400] if done else IDLE
 
 
@@ -1633,7 +1618,140 @@ create table serversync.system_settings (id int primary key, extra jsonb);
 
 insert into serversync.schema_version values (1);
 """
-MIGRATIONS: Final = (MIGRATION_1,)
+# Everything that waits has a row, and says for what; no table stands in for one of the backend's.
+# In order: text that came with version 1 is kept. `call_of_row` survives a payload that cannot be
+# read: an installation with a corrupt row can be migrated, too.
+MIGRATION_2: Final = """
+create function serversync.call_of(payload jsonb) returns uuid
+language sql immutable parallel safe as $$
+    select serversync.to_uuid(coalesce(payload->>'callLogId', payload->>'call_log_id'))
+$$;
+
+create function serversync.call_of_row(seq bigint) returns uuid language plpgsql stable as $$
+begin
+    return (select serversync.call_of(payload) from sync_outbox where id = seq);
+exception when others then
+    return null;
+end $$;
+
+-- An entry has a row here while it is not simply next.
+create table serversync.waiting (
+    outbox_id bigint primary key,
+    entity_id uuid not null,
+    entity_type text not null,
+    call_id uuid,                          -- its call, so that retries never touch a payload
+    is_file boolean not null,
+    code text not null,
+    reason text not null,
+    http_status int,
+    waits_for bigint,                      -- the seq that must be through first (WAITS_FOR)
+    tries int not null default 0,          -- drives the backoff
+    attempts int not null default 0,       -- what was charged
+    type_sent bigint,                      -- how many of its type had been sent at this failure
+    next_attempt_at timestamptz not null,
+    in_outage boolean not null default false,
+    waited double precision not null default 0,  -- seconds; each gap between two looks counts
+    created_at timestamptz not null default now(),
+    updated_at timestamptz not null default now()
+);
+create index on serversync.waiting (entity_id, outbox_id);
+create index on serversync.waiting (call_id) where is_file;
+create index on serversync.waiting (next_attempt_at, outbox_id);
+
+insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
+    http_status, tries, attempts, type_sent, next_attempt_at, waited, created_at, updated_at)
+select f.outbox_id, o.entity_id, f.entity_type, serversync.call_of_row(f.outbox_id), f.is_file,
+       f.error_code, f.error, f.http_status, f.tries, f.attempts, null, f.next_attempt_at,
+       greatest(f.waited, extract(epoch from now() - f.first_failed_at)), f.first_failed_at,
+       f.updated_at
+from serversync.failures f
+join sync_outbox o on o.id = f.outbox_id and o.processed_at is null;
+drop table serversync.failures;
+
+-- Ids may come again (TRUNCATE … RESTART IDENTITY): the entity tells them apart.
+alter table serversync.dead_letters drop constraint dead_letters_outbox_id_key,
+    add unique (outbox_id, entity_id);
+alter table serversync.uploads drop constraint uploads_pkey, add primary key (outbox_id, directory),
+    add root_id text;
+update serversync.uploads set root_id = (select root_id from serversync.sender);
+alter table serversync.deliveries add call_id uuid;
+update serversync.deliveries set call_id = serversync.call_of_row(first_seq) where kind = 'file';
+alter table serversync.deliveries drop lane;
+create index on serversync.deliveries (call_id) where call_id is not null;
+drop function serversync.lane(jsonb, uuid);
+
+-- The backend's tables, where they are there: looked for each time. (PL/pgSQL plans a statement
+-- when it comes to it, and not before.)
+drop table serversync.revived, serversync.recordings, serversync.system_settings;
+
+create function serversync.recording(
+    recording uuid, out upload_status text, out s3_url text, out file_size bigint
+) language plpgsql stable as $$
+begin
+    if to_regclass('recordings') is not null then
+        select r.upload_status, r.s3_url, r.file_size_bytes
+        into upload_status, s3_url, file_size from recordings r where r.id = recording;
+    end if;
+end $$;
+
+-- An uploaded recording says so even in an older snapshot: by the backend's row, or where that is
+-- gone by our receipt.
+create function serversync.uploaded(recording uuid) returns jsonb language plpgsql stable as $$
+declare
+    is_uploaded boolean;
+    url text;
+begin
+    if to_regclass('recordings') is not null then
+        select r.upload_status = 'uploaded', r.s3_url into is_uploaded, url
+        from recordings r where r.id = recording;
+    end if;
+    if is_uploaded is null then
+        select true, d.url into is_uploaded, url from serversync.deliveries d
+        where d.entity_id = recording order by d.id desc limit 1;
+    end if;
+    return case when is_uploaded
+                then jsonb_build_object('uploadStatus', 'uploaded', 's3Url', url) end;
+end $$;
+
+-- Whether the frontend has another recording of the same call.
+create function serversync.has_another(call uuid, recording uuid) returns boolean
+language plpgsql stable as $$
+begin
+    if exists (select from serversync.deliveries d
+               where d.call_id = call and d.entity_id <> recording) then
+        return true;
+    end if;
+    if to_regclass('recordings') is null then
+        return false;
+    end if;
+    return exists (
+        select from recordings r
+        where r.call_log_id = call and r.upload_status = 'uploaded' and r.id <> recording);
+end $$;
+
+-- What the backend sees of a recording; one that is uploaded stays so.
+create function serversync.show_recording(recording uuid, status text, url text) returns void
+language plpgsql as $$
+begin
+    if to_regclass('recordings') is not null then
+        update recordings r set upload_status = status, s3_url = coalesce(url, r.s3_url)
+        where r.id = recording and (status = 'uploaded' or r.upload_status <> 'uploaded');
+    end if;
+end $$;
+
+create function serversync.sync_interval() returns double precision language plpgsql stable as $$
+begin
+    if to_regclass('system_settings') is null then
+        return null;
+    end if;
+    return (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number' then
+                greatest(-1, least((extra->>'syncIntervalSec')::numeric, 1e6))::float8 end
+            from system_settings where id = 1);
+end $$;
+
+insert into serversync.schema_version values (2);
+"""
+MIGRATIONS: Final = (MIGRATION_1, MIGRATION_2)
 
 # ==================================================================================================
 # SQL: statements
@@ -1643,7 +1761,8 @@ MIGRATIONS: Final = (MIGRATION_1,)
 LOCK_KEY: Final = 0x7365727673796E63  # "servsync"; an advisory lock counts for one database
 
 # Settles the session: names resolve in the backend's schemas first, in ours last (for a role named
-# serversync, "$user" would put it first); a silent peer is noticed.
+# serversync, "$user" would put it first); a silent peer is noticed; a lock is waited for less long
+# than the backend's deadlock_timeout.
 SESSION: Final = """
 select set_config('search_path', array_to_string(array(
            select quote_ident(name) from unnest(current_schemas(false)) name
@@ -1652,6 +1771,8 @@ select set_config('search_path', array_to_string(array(
        set_config('datestyle', 'ISO', false),
        set_config('extra_float_digits', '1', false),
        set_config('statement_timeout', '18s', false),
+       set_config('lock_timeout', '400ms', false),
+       set_config('jit', 'off', false),  -- it takes 250 ms for what then takes 2
        set_config('idle_in_transaction_session_timeout', '60s', false),
        set_config('tcp_keepalives_idle', '20', false),
        set_config('tcp_keepalives_interval', '5', false),
@@ -1720,223 +1841,290 @@ create trigger serversync_wake after insert on sync_outbox
 for each statement execute function serversync.wake()
 """
 
-# The head of a cycle: what is there to do, in one statement. Partial indexes; failures' due index.
-# In order, not by `exists`: the planner would look through the table for it, processed rows first.
-LOOK: Final = """
-select (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number'
-                    then greatest(-1, least((extra->>'syncIntervalSec')::numeric, 1e6))::float8 end
-        from system_settings where id = 1),
+# What is there to do, and is all there, in one statement: the only one of an idle agent. Partial
+# indexes. In order, not by `exists`: the planner would look through the table from its beginning.
+LOOK: Final = f"""
+select serversync.sync_interval(),
        coalesce((select true from sync_outbox
                  where processed_at is null and entity_type <> 'recording_file'
                  order by id limit 1), false),
        coalesce((select true from sync_outbox
                  where processed_at is null and entity_type = 'recording_file'
                  order by id limit 1), false),
-       exists (select from serversync.failures)
+       exists (select from serversync.waiting)
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
        exists (select from serversync.uploads),
-       now()::text
+       coalesce(({INDEX_STATE}), false),
+       exists ({TRIGGER_STATE})
 """
-# The next due time, in seconds from now: of what came due since the cycle began, or will; only of
-# rows that are still pending, so that a row that others deleted never makes us spin.
-NEXT_DUE: Final = """
-select extract(epoch from f.next_attempt_at - now())::float8
-from serversync.failures f join sync_outbox o on o.id = f.outbox_id and o.processed_at is null
-where f.next_attempt_at > %(since)s::timestamptz
-  and f.next_attempt_at <= now() + interval '1 hour'
-order by f.next_attempt_at limit 1
-"""
-# Failures of rows that are gone or processed (by hand, or by a retry that went through); and
-# letters whose row vanished while they were retried.
-DROP_STALE: Final = """
+# Rows that count no more: their entry is through, gone or another one; those that waited for it; a
+# due time more than an hour ahead (a clock that was wrong). And letters whose entry vanished while
+# it was retried.
+SWEEP: Final = """
 with vanished as (
     update serversync.dead_letters d set status = 'PENDING', updated_at = now()
     where d.status = 'RETRYING' and not exists (
-        select from sync_outbox o where o.id = d.outbox_id and o.processed_at is null)
+        select from sync_outbox o
+        where o.id = d.outbox_id and o.entity_id = d.entity_id and o.processed_at is null)
+), moved as (
+    update serversync.waiting set next_attempt_at = now()
+    where next_attempt_at > now() + interval '1 hour' and next_attempt_at < 'infinity'
+), stale as materialized (
+    select outbox_id from serversync.waiting w
+    where not exists (select from sync_outbox o
+                      where o.id = w.outbox_id and o.entity_id = w.entity_id
+                        and o.processed_at is null)
 )
-delete from serversync.failures f
-where not exists (
-    select from sync_outbox o where o.id = f.outbox_id and o.processed_at is null)
+delete from serversync.waiting w
+where w.outbox_id in (select outbox_id from stale)
+   or w.code = 'WAITS_FOR' and (
+       w.waits_for in (select outbox_id from stale)
+       or not exists (select from serversync.waiting b where b.outbox_id = w.waits_for))
 """
+# Somebody says: try now.
+MAKE_DUE: Final = """
+update serversync.waiting set next_attempt_at = now() where next_attempt_at < 'infinity'
+"""
+# The end of an outage: what failed during it is due.
+END_OUTAGE: Final = """
+update serversync.waiting set next_attempt_at = now(), in_outage = false
+where in_outage and next_attempt_at < 'infinity' and is_file = %(files)s
+  and code <> 'RATE_LIMITED'  -- not before the time that it was told
+"""
+
+# How long a row has waited since it was looked at last. Of an entry ten minutes count at most, of a
+# recording that is not ready one: a clock that was stepped kills nothing, and `once` counts, too.
+GAP: Final = """
+least(case w.code when 'NOT_READY' then 60 else 600 end,
+      greatest(0, extract(epoch from now() - w.updated_at)))"""
 
 # Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
 # entry of its call that became visible behind the pass.
-LAST: Final = "select coalesce(max(id), 0) from sync_outbox where processed_at is null"
-# The entry that a FETCH of one could not write out (or one before it, whose lane waits anyway).
-NEXT_PENDING: Final = """
-select coalesce(min(id), 0) from sync_outbox
-where processed_at is null and entity_type <> 'recording_file' and id > %(after)s::bigint
+# (Not by max(): with statistics of an idle box that reads all that is pending.)
+LAST: Final = """
+select coalesce((select id from sync_outbox where processed_at is null
+                 order by id desc limit 1), 0)
 """
-# An uploaded recording says so even in an older snapshot: by the backend's row, or where that is
-# gone by our receipt.
-UPLOADED: Final = """
-case when o.entity_type = 'recording' and jsonb_typeof(o.payload) = 'object' then (
-    select jsonb_build_object('uploadStatus', 'uploaded', 's3Url', url)
-    from (select 1 as rank, upload_status = 'uploaded' as uploaded, s3_url as url
-          from recordings where id = o.entity_id
-          union all
-          (select 2, url is not null, url from serversync.deliveries
-           where entity_id = o.entity_id order by id desc limit 1)
-          order by rank limit 1) shown
-    where uploaded) end
+# One plan for all batches of a pass, made of the tables as they are at its beginning: to plan each
+# anew costs as much as to carry it out.
+NEW_PLANS: Final = "set plan_cache_mode = force_generic_plan; discard plans"
+# The next pending entry without a row; never touches a payload, which may be corrupt.
+NEXT_ID: Final = """
+select o.id from sync_outbox o
+where o.processed_at is null and o.entity_type <> 'recording_file'
+  and o.id > %(after)s::bigint and o.id <= %(until)s::bigint
+  and not exists (select from serversync.waiting w
+                  where w.outbox_id = o.id and w.entity_id = o.entity_id)
+order by o.id limit 1
 """
-ENTRY: Final = f"""
-serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op, {UPLOADED})
+ENTRY: Final = """
+serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op,
+                 case when o.entity_type = 'recording' and jsonb_typeof(o.payload) = 'object'
+                      then serversync.uploaded(o.entity_id) end)
 """
-# The next batch as finished JSON. A row lock is never taken; the partial index gives the order.
-#   picked    pending entries after the last id seen, none whose lane waits or is left out; an
-#             entry that became due behind that id keeps its lane waiting until the next pass
-#   sized     a first cut by the stored size, so that large payloads are not all written out
-#   written   the entries as text (`offset 0`: once, not once for each use)
-#   measured  with a running total: the batch ends at so many bytes
-# A first entry that is larger than that comes alone and without its text. The index's order is kept
-# all the way up, without a sort: `order by` in `measured` and in the aggregates would cost four.
-FETCH: Final = f"""
+# While a recording travels, and until that is written down, what the frontend would write over it
+# waits.
+TRAVELS: Final = """
+%(recordings)s::uuid[] <> '{}' and (o.entity_id = any (%(recordings)s::uuid[])
+    or o.entity_type = 'recording' and serversync.call_of(o.payload) = any (%(calls)s::uuid[]))
+"""
+# Those that neither have a row nor depend on one that has. (Look-ups, not anti-joins: their plan
+# does not change with what the tables hold.)
+NEXT: Final = f"""
+o.entity_type <> 'recording_file' and o.id > %(after)s::bigint and o.id <= %(until)s::bigint
+  and (%(skip)s::bigint[] = '{{}}' or o.id <> all (%(skip)s::bigint[]))
+  and ({TRAVELS}) is not true
+  and (not exists (select from serversync.waiting) or coalesce((
+       select false from serversync.waiting w
+       where w.entity_id = o.entity_id and w.outbox_id <= o.id and not w.is_file limit 1), true)
+   and coalesce((
+       select false from serversync.waiting w
+       where w.entity_id = serversync.call_of(o.payload) and w.outbox_id < o.id and not w.is_file
+       limit 1), true))
+"""
+ALONE: Final = "o.id = %(seq)s::bigint"
+
+
+def _write_out(which: str) -> str:
+    """The next batch as finished JSON. No row lock is taken; the partial index gives the order.
+      picked    the entries
+      sized     a first cut by the stored size, so that large payloads are not all written out
+      written   the entries as text (`offset 0`: once, not once for each use)
+      measured  with a running total: the batch ends at so many bytes
+    A first entry that is larger comes alone; without its text if it is larger than may be. The
+    index's order is kept all the way up: `order by` in `measured` and the aggregates would sort."""
+    return f"""
 with picked as (
     select o.*, pg_column_size(o.payload) as stored
     from (select null::text as op) as absent  -- `op` below is the outbox's, where it has one
     cross join lateral (
         select id, entity_type, entity_id, payload, created_at, op::text as op
-        from sync_outbox
-        where processed_at is null and entity_type <> 'recording_file'
-          and id > %(after)s::bigint and id <= %(until)s::bigint
-          and (%(skip)s::text[] = '{{}}'
-               or serversync.lane(payload, entity_id) <> all (%(skip)s::text[]))
-          and (not exists (select from serversync.failures) or coalesce((
-               select false
-               from serversync.failures f
-               join sync_outbox w on w.id = f.outbox_id and w.processed_at is null
-               where f.lane = serversync.lane(sync_outbox.payload, sync_outbox.entity_id)
-                 and f.outbox_id <= sync_outbox.id and not f.is_file
-                 and (%(fresh)s::boolean or f.outbox_id <= %(after)s::bigint
-                      or f.next_attempt_at > now()
-                         and f.next_attempt_at <= now() + interval '1 hour')
-               limit 1), true))
+        from sync_outbox o where processed_at is null and {which}
         order by id limit %(size)s::int) as o
 ), sized as (
     select *, sum(stored) over (order by id rows unbounded preceding) - stored as before
     from picked
 ), written as (
-    select id, entry, octet_length(entry) as size
-    from (select o.id, {ENTRY} as entry
+    select id, entry, coalesce(octet_length(entry), stored) as size
+    from (select o.id, o.stored, case when o.stored <= %(most)s::bigint then {ENTRY} end as entry
           from sized o where o.before < %(bytes)s::bigint offset 0) as each
     offset 0
 ), measured as (
     select id, entry, size, sum(size + 1) over (rows unbounded preceding) - 1 as total
     from written
 )
-select string_agg(id::text, ','), string_agg(size::text, ','),
-       case when max(size) <= %(bytes)s::bigint then
-           convert_to('{{"entries":[' || string_agg(entry, ',')
-               filter (where size <= %(bytes)s::bigint) || ']}}', 'UTF8') end
+select string_agg(id::text, ','), max(size),
+       case when max(size) <= %(most)s::bigint then
+           convert_to('{{"entries":[' || string_agg(entry, ',') || ']}}', 'UTF8') end
 from measured where total <= %(bytes)s::bigint or total = size
 """
-# One plan for all batches of a long backlog; see Database._plan_once.
-PLAN_ONCE: Final = "set plan_cache_mode = force_generic_plan"
-PLAN_AS_USUAL: Final = "reset plan_cache_mode"
-PLAN_ONCE_AFTER: Final = 10  # batches: a small backlog is not worth two more statements
-# The whole text of one large entry; the head of two statements that follow.
-WHOLE: Final = f"""
-with whole as materialized (
-    select convert_to({ENTRY}, 'UTF8') as text
-    from (select null::text as op) as absent
-    cross join lateral (select id, entity_type, entity_id, payload, created_at, op::text as op
-                        from sync_outbox where id = %(seq)s and processed_at is null) as o
-), written as (
-    select encode(sha256(text), 'hex') as digest, text from whole
+
+
+FETCH: Final = _write_out(NEXT)
+FETCH_ALONE: Final = _write_out(ALONE)
+# Whether PostgreSQL can write out a payload at all.
+WRITE_ONE: Final = "select octet_length(payload::text) from sync_outbox where id = %(seq)s"
+# What a batch passed over gets its row: later ones of the same entity must wait for it, too. The
+# first of the chain is named: when that is through, all that wait for it are free at once.
+HOLD_BACK: Final = """
+insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
+                                waits_for, next_attempt_at)
+select id, entity_id, entity_type, call, false, 'WAITS_FOR', 'waits for seq ' || first, first,
+       'infinity'
+from (
+    select o.id, o.entity_id, o.entity_type, serversync.call_of(o.payload) as call, least(
+        (select coalesce(w.waits_for, w.outbox_id) from serversync.waiting w
+         where w.entity_id = o.entity_id and w.outbox_id < o.id and not w.is_file
+         order by w.outbox_id limit 1),
+        (select coalesce(w.waits_for, w.outbox_id) from serversync.waiting w
+         where w.entity_id = serversync.call_of(o.payload) and w.outbox_id < o.id and not w.is_file
+         order by w.outbox_id limit 1)) as first
+    from sync_outbox o
+    where o.processed_at is null and o.entity_type <> 'recording_file'
+      and o.id > %(after)s::bigint and o.id <= %(until)s::bigint
+      and not exists (select from serversync.waiting w where w.outbox_id = o.id)
+    offset 0  -- what has a row is left out first: the look-ups cost 10 us each
+) held
+where first is not null
+returning 1
+"""
+# The retry that is due first, and in how many seconds: none that an earlier one of its entity, or
+# its call's own, must go before. And whether it is the frontend that did not want it: then it may
+# be asked earlier, as a probe. Never touches a payload.
+NEXT_RETRY: Final = """
+select w.outbox_id, greatest(0, extract(epoch from w.next_attempt_at - now()))::float8,
+       w.code not in ('NOT_READY', 'FILE_CHANGED', 'FILE_UNREADABLE', 'ROW_CORRUPT', 'RATE_LIMITED')
+from serversync.waiting w
+where w.is_file = %(files)s::boolean and w.next_attempt_at < 'infinity'
+  and (%(before)s::timestamptz is null or w.updated_at < %(before)s::timestamptz)
+  and w.outbox_id <> all (%(skip)s::bigint[])
+  and (%(recordings)s::uuid[] <> '{}' and (w.entity_id = any (%(recordings)s::uuid[])
+       or w.entity_type = 'recording' and w.call_id = any (%(calls)s::uuid[]))) is not true
+  and (w.is_file or coalesce((
+       select false from serversync.waiting e
+       where e.entity_id = w.entity_id and e.outbox_id < w.outbox_id and not e.is_file
+       limit 1), true)
+   and coalesce((
+       select false from serversync.waiting e
+       where e.entity_id = w.call_id and e.outbox_id < w.outbox_id and not e.is_file
+       limit 1), true))
+order by w.next_attempt_at, w.outbox_id limit 1
+"""
+# The newest entry that nothing unsent precedes, of the newest hundred: what fails stands together,
+# and is old. One pass over what is pending.
+NEWEST_FREE: Final = f"""
+with newest as materialized (
+    select o.id, o.entity_id, serversync.call_of(o.payload) as call
+    from sync_outbox o
+    where o.processed_at is null and o.entity_type <> 'recording_file'
+      and o.id <> all (%(skip)s::bigint[]) and ({TRAVELS}) is not true
+      and not exists (select from serversync.waiting w where w.outbox_id = o.id)
+    order by o.id desc limit 100
+), earliest as materialized (
+    select entity_id, min(id) as id from sync_outbox
+    where processed_at is null and entity_type <> 'recording_file'
+      and entity_id in (select entity_id from newest union select call from newest)
+    group by 1
 )
+select n.id from newest n
+where not exists (select from earliest e where e.entity_id in (n.entity_id, n.call) and e.id < n.id)
+order by n.id desc limit 1
 """
-# Where it is kept while it is sent: without that each slice would write all of it out again. A
-# temporary table is not in the log. Uncompressed, so that a slice reads no more than itself.
-# Dropped afterwards: autovacuum cannot freeze what a session of months keeps for itself.
-DROP_WRITTEN: Final = "drop table if exists pg_temp.serversync_written"
-MAKE_WRITTEN: Final = """
-drop table if exists pg_temp.serversync_written;
-create temporary table serversync_written (digest text, text bytea);
-alter table pg_temp.serversync_written alter column text set storage external
+# Whether one of the entries of a request under way is such a one.
+INCLUDES: Final = f"""
+select exists (select from sync_outbox o where o.id = any (%(seqs)s::bigint[]) and ({TRAVELS}))
 """
-WRITE_OUT: Final = WHOLE + "insert into pg_temp.serversync_written select * from written"
-# A piece of it, with the digest of the whole: all pieces must be of one text.
-PIECE: Final = "select digest, substring(text from %(start)s::int for %(length)s::int) from "
-SLICE: Final = PIECE + "pg_temp.serversync_written"
-# For a role without the right to make temporary tables: slow, all is written out again.
-SLICE_ANEW: Final = WHOLE + PIECE + "written"
-# Recordings that may go now: not waiting, not behind another file of their lane, not behind any
-# earlier JSON entry of it. `second`: their call already has another recording at the frontend.
-FETCH_FILES: Final = """
-with first_json as materialized (
-    select serversync.lane(payload, entity_id) as lane, min(id) as id
-    from sync_outbox where processed_at is null and entity_type <> 'recording_file' group by 1
-), named as (
-    select id, entity_id, serversync.lane(payload, entity_id) as lane,
+# The next recording without a row. Never touches a payload.
+NEXT_FILE: Final = """
+select o.id from sync_outbox o
+where o.processed_at is null and o.entity_type = 'recording_file'
+  and o.id <= %(reached)s::bigint and o.id <> all (%(skip)s::bigint[])
+  and not exists (select from serversync.waiting w
+                  where w.outbox_id = o.id and w.entity_id = o.entity_id)
+order by o.id limit 1
+"""
+# All that is known of one recording, and the earlier entry that must be through before: its
+# recording's or its call's own, never an event's; or an earlier recording of the same call.
+READ_FILE: Final = f"""
+with named as (
+    select id, entity_id,
            left(coalesce(payload->>'callLogId', payload->>'call_log_id'), 64) as call_log_id,
            left(coalesce(payload->>'recordingId', payload->>'recording_id', entity_id::text), 64)
                as recording_id,
            left(coalesce(payload->>'filePath', payload->>'file_path'), 4096) as file_path,
            left(coalesce(payload->>'callId', payload->>'call_id'), 1024) as call_id
     from sync_outbox
-    where processed_at is null and entity_type = 'recording_file' and id > %(after)s::bigint
+    where processed_at is null and entity_type = 'recording_file' and id = %(seq)s::bigint
 ), files as (
     select *, serversync.to_uuid(recording_id) as recording, serversync.to_uuid(call_log_id) as call
     from named
 )
-select o.id, o.lane, o.entity_id::text, o.call_log_id, o.recording_id, o.file_path, o.call_id,
-       coalesce(f.tries, 0), coalesce(f.waited, 0)::float8,
-       r.upload_status, r.s3_url,
-       exists (select from serversync.deliveries d
-               where d.lane = o.lane and d.entity_id <> o.recording)
-           or exists (select from recordings s where s.call_log_id = o.call
-                         and s.upload_status = 'uploaded' and s.id <> o.recording)
+select o.id, o.entity_id::text, o.call_log_id, o.recording_id, o.file_path, o.call_id,
+       coalesce(w.tries, 0),
+       coalesce(w.waited + {GAP}, 0)
+           ::float8,
+       r.upload_status, serversync.has_another(o.call, o.recording),
+       least((select coalesce(e.waits_for, e.outbox_id) from serversync.waiting e
+              where e.entity_id in (o.recording, o.call) and e.outbox_id < o.id and not e.is_file
+              order by e.outbox_id limit 1),
+             (select min(e.outbox_id) from serversync.waiting e  -- else the first were the second
+              where e.call_id = o.call and e.outbox_id < o.id and e.is_file)),
+       w.outbox_id is null and exists (
+        select from sync_outbox e
+        where e.processed_at is null and e.id < o.id and e.entity_type <> 'recording_file'
+          and e.entity_id in (o.recording, o.call) and e.id <> all (%(skip)s::bigint[]))
 from files o
-left join serversync.failures f on f.outbox_id = o.id
-left join recordings r on r.id = o.recording
-where o.lane <> all (%(skip)s::text[])
-  and not exists (select from first_json j where j.lane = o.lane and j.id < o.id)
-  and not exists (
-      select from serversync.failures w
-      join sync_outbox p on p.id = w.outbox_id and p.processed_at is null
-      where w.lane = o.lane and w.outbox_id <= o.id and w.is_file
-        and (%(fresh)s::boolean or w.outbox_id <= %(after)s::bigint
-             or w.next_attempt_at > now()
-                and w.next_attempt_at <= now() + interval '1 hour'))
-order by o.id limit %(limit)s::int
+left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
+cross join lateral serversync.recording(o.recording) r
 """
-# Lanes and types of some entries; asked only when a request of several failed.
-LANES: Final = """
-select id, serversync.lane(payload, entity_id), entity_type
-from sync_outbox where id = any (%(seqs)s::bigint[])
-"""
-# All that decides what becomes of one entry that failed.
-PAST: Final = """
-select o.entity_type, serversync.lane(o.payload, o.entity_id),
-       left(coalesce(o.payload->>'callLogId', o.payload->>'call_log_id'), 64),
-       coalesce(f.tries, 0), coalesce(f.attempts, 0), f.successes,
-       coalesce(extract(epoch from now() - f.first_failed_at), 0)::float8,
+# All that decides what becomes of one entry that failed. A payload that may be corrupt is not read.
+PAST: Final = f"""
+select o.entity_type,
+       (case when w.outbox_id is not null then w.call_id
+             when %(readable)s::boolean then serversync.call_of(o.payload) end)::text,
+       coalesce(w.tries, 0), coalesce(w.attempts, 0), w.type_sent,
+       coalesce(w.waited + {GAP}, 0)
+           ::float8,
        coalesce((select value from serversync.counters
-                 where name = 'successes' and label = %(endpoint)s), 0)::bigint,
+                 where name = 'sent' and label = o.entity_type), 0)::bigint,
        coalesce((select value from serversync.counters
                  where name = 'deaths_in_row' and label = o.entity_type), 0)::int
-from sync_outbox o left join serversync.failures f on f.outbox_id = o.id
-where o.id = %(seq)s and o.processed_at is null
+from sync_outbox o
+left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
+where o.id = %(seq)s::bigint and o.processed_at is null
 """
-# A confirmed request: marked, its failures and letters settled, receipt and counters, all or
-# nothing. Row locks on the entries; a second run (after a lost COMMIT) changes nothing.
-# For a recording also its URL and what is to be deleted, and then it survives a power cut, whatever
-# the database's default. One statement: no transaction is ever open between two.
+# A confirmed request: marked, its rows and letters settled, receipt and counters, all or nothing.
+# Row locks on the entries; a second run (after a lost COMMIT) changes nothing. `is true`: else a
+# stale plan would walk the backend's own index of pending rows.
 CONFIRM: Final = """
-with durable as materialized (
-    select set_config('synchronous_commit', 'on', true) where %(kind)s = 'file'
-), sent as (
+with sent as (
     update sync_outbox set processed_at = now()
-    where id = any (%(seqs)s::bigint[]) and processed_at is null
-    returning id, entity_type, coalesce(
-        case when exists (select from serversync.revived) then  -- once, not for each
-            (select revived_at from serversync.revived where outbox_id = sync_outbox.id) end,
-        created_at) as since
+    where id = any (%(seqs)s::bigint[]) and (processed_at is null) is true
+    returning id, entity_type, entity_id, created_at
 ), aged as (
     select id, entity_type,
-        case when isfinite(since)  -- date_part: extract() is numeric, and slow
-        then greatest(0, date_part('epoch', now() - since)) else 0 end as lag
+        case when isfinite(created_at)  -- date_part: extract() is numeric, and slow
+        then greatest(0, date_part('epoch', now() - created_at)) else 0 end as lag
     from sent
 ), tally as materialized (  -- all that is counted of the entries, in one pass over them
     select entity_type, width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[]) as bucket,
@@ -1945,47 +2133,28 @@ with durable as materialized (
 ), total as materialized (
     select sum(entries)::bigint as entries, sum(lag) as lag, min(first) as first, max(last) as last
     from tally having count(*) > 0
-), marked as (  -- now or before: not where a trigger or a rule of others kept it pending
-    select 1 from sent
-    union all select 1 from sync_outbox
-    where id = any (%(seqs)s::bigint[]) and processed_at is not null
-), shown as (
-    update recordings set upload_status = 'uploaded', s3_url = %(url)s::text
-    where %(kind)s = 'file' and id = %(entity_id)s::uuid and exists (select from marked)
-), kept as (
-    insert into serversync.uploads (outbox_id, directory, files, file_url)
-    select seq, %(directory)s::text, %(files)s::jsonb, %(url)s::text
-    from unnest(%(seqs)s::bigint[]) seq
-    where %(kind)s = 'file' and exists (select from marked)
-    on conflict (outbox_id) do update set directory = excluded.directory, files = excluded.files,
-        file_url = excluded.file_url, uploaded_at = now(), tries = 0, error = null
 ), settled as (
-    delete from serversync.failures
-    where outbox_id = any (%(seqs)s::bigint[]) and exists (select from serversync.failures)
+    delete from serversync.waiting
+    where outbox_id = any (%(seqs)s::bigint[]) and exists (select from serversync.waiting)
     returning outbox_id, tries
 ), tried as (  -- those of the first try are not among them
     select tries from settled join sent on id = outbox_id where tries > 0
 ), resolved as (
-    update serversync.dead_letters set status = 'RESOLVED', updated_at = now()
-    where outbox_id = any (%(seqs)s::bigint[]) and status <> 'RESOLVED'
+    update serversync.dead_letters d set status = 'RESOLVED', updated_at = now()
+    from sent s
+    where d.outbox_id = s.id and d.entity_id = s.entity_id and d.status <> 'RESOLVED'
       and exists (select from serversync.dead_letters)
 ), accepted as (
     delete from serversync.counters
     where name = 'deaths_in_row' and (select bool_or(entity_type = label) from tally)
-    returning label, value
-), released as (
-    update serversync.failures set next_attempt_at = now()
-    where entity_type in (select label from accepted where value >= 9)
-      and not outbox_id = any (%(seqs)s::bigint[])
-      and exists (select from accepted where value >= 9)
 ), receipt as (
     insert into serversync.deliveries (kind, first_seq, last_seq, entries, bytes, idempotency_key,
-        request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, lane,
+        request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, call_id,
         entity_id, url)
     select %(kind)s, first, last, entries, %(bytes)s::bigint, %(key)s, %(request_sha256)s::text,
            %(answer_sha256)s, %(status)s::int, %(outcome)s,
            clock_timestamp() - %(seconds)s::float8 * interval '1 second',
-           %(seconds)s::float8 * 1000, %(lane)s::text, %(entity_id)s::uuid, %(url)s::text
+           %(seconds)s::float8 * 1000, %(call_log_id)s::uuid, %(entity_id)s::uuid, %(url)s::text
     from total
 ), counted as (
     insert into serversync.counters as c (name, label, value)
@@ -1995,7 +2164,7 @@ with durable as materialized (
     union all
     select each.name, each.label, each.value
     from total cross join lateral (values
-        ('successes', %(endpoint)s, total.entries), ('sent_as', %(outcome)s, total.entries),
+        ('sent_as', %(outcome)s, total.entries),
         ('lag_sum', '', total.lag), ('tries_sum', '', (select sum(tries) from tried)),
         ('tries', '0', nullif(total.entries - (select count(*) from tried), 0)),
         ('upload_bytes', '', case when %(kind)s = 'file' then %(bytes)s::bigint end)
@@ -2003,68 +2172,51 @@ with durable as materialized (
     where each.value is not null
     on conflict (name, label) do update set value = c.value + excluded.value
 )
-select coalesce((select entries from total), 0), (select count(*) from settled),
-       (select count(*) from durable)
+select coalesce((select entries from total), 0), (select count(*) from settled)
 """
 # Whether a row that was marked is not marked: CONFIRM cannot see that itself.
 STILL_PENDING: Final = """
 select exists (select from sync_outbox
                where id = any (%(seqs)s::bigint[]) and processed_at is null)
 """
+# With the CONFIRM of a recording, in one transaction that survives a power cut, whatever the
+# database's default: what is to be deleted now, and what the backend sees. Not of an entry that
+# somebody else took away.
+KEEP_UPLOAD: Final = """
+with kept as (
+    insert into serversync.uploads (outbox_id, directory, files, file_url, root_id)
+    select id, %(directory)s::text, %(files)s::jsonb, %(url)s::text,
+           (select root_id from serversync.sender)
+    from sync_outbox where id = %(seq)s::bigint and processed_at is not null
+    on conflict (outbox_id, directory) do update set files = excluded.files,
+        file_url = excluded.file_url, root_id = excluded.root_id, uploaded_at = now(), tries = 0,
+        error = null
+    returning 1
+)
+select serversync.show_recording(%(entity_id)s::uuid, 'uploaded', %(url)s)
+from (select set_config('synchronous_commit', 'on', true)) durable cross join kept
+"""
 # An entry that failed and waits.
-SET_ASIDE: Final = """
+SET_WAITING: Final = f"""
 with counted as (
     insert into serversync.counters as c (name, label, value)
     select 'retries', %(code)s, 1 where not exists (  -- once, also after a lost COMMIT
-        select from serversync.failures where outbox_id = %(seq)s and tries >= %(tries)s)
+        select from serversync.waiting where outbox_id = %(seq)s and tries >= %(tries)s)
     on conflict (name, label) do update set value = c.value + 1
 )
-insert into serversync.failures as f (outbox_id, entity_type, is_file, lane, tries, attempts,
-    successes, next_attempt_at, error_code, error, http_status, waited)
-select id, entity_type, entity_type = 'recording_file', serversync.lane(payload, entity_id),
-       %(tries)s, %(attempts)s, %(successes)s, now() + %(delay)s::float8 * interval '1 second',
-       %(code)s, %(error)s, %(status)s::int, %(waited)s::float8
+insert into serversync.waiting as w (outbox_id, entity_id, entity_type, call_id, is_file, code,
+    reason, http_status, waits_for, tries, attempts, type_sent, next_attempt_at, in_outage)
+select id, entity_id, entity_type, %(call_id)s::uuid, entity_type = 'recording_file', %(code)s,
+       %(reason)s, %(status)s::int, %(waits_for)s::bigint, %(tries)s, %(attempts)s,
+       %(type_sent)s::bigint, case when %(waits_for)s::bigint is not null then 'infinity'
+       else now() + %(delay)s::float8 * interval '1 second' end, %(in_outage)s
 from sync_outbox where id = %(seq)s and processed_at is null
-on conflict (outbox_id) do update set tries = excluded.tries, attempts = excluded.attempts,
-    successes = excluded.successes, next_attempt_at = excluded.next_attempt_at,
-    error_code = excluded.error_code, error = excluded.error, http_status = excluded.http_status,
-    updated_at = now(), waited = excluded.waited
-"""
-# A type that is only ever rejected: what is due of it waits for most of an hour, or until one
-# succeeds (see CONFIRM). In chunks; returns the last id that was reached, if there is more.
-HOLD_TYPE: Final = """
-with due as materialized (
-    select o.id, o.payload, o.entity_id
-    from sync_outbox o left join serversync.failures f on f.outbox_id = o.id
-    where o.processed_at is null and o.entity_type = %(entity_type)s and o.id <> %(seq)s
-      and (f.outbox_id is null or f.next_attempt_at <= now()
-           or f.next_attempt_at > now() + interval '1 hour')
-    order by o.id limit 5000
-), held as (
-    insert into serversync.failures as f (outbox_id, entity_type, is_file, lane, tries, attempts,
-        successes, next_attempt_at, error_code, error, http_status)
-    select id, %(entity_type)s, %(entity_type)s = 'recording_file',
-           serversync.lane(payload, entity_id), 1, 0, %(successes)s,
-           now() + %(held)s::float8 * interval '1 second', %(code)s, %(error)s, %(status)s::int
-    from due
-    on conflict (outbox_id) do update set next_attempt_at = excluded.next_attempt_at,
-        error_code = excluded.error_code, error = excluded.error,
-        http_status = excluded.http_status, updated_at = now()
-)
-select case when count(*) = 5000 then max(id) end from due
-"""
-# The next one of a held type that is asked, and soon: each in its turn, so that one that is
-# rejected rightly does not speak for all. The first of its lane, for the others wait for it.
-PROBE_NEXT: Final = """
-update serversync.failures set next_attempt_at = now() + %(delay)s::float8 * interval '1 second'
-where outbox_id = (
-    select f.outbox_id
-    from serversync.failures f
-    join sync_outbox o on o.id = f.outbox_id and o.processed_at is null
-    where f.entity_type = %(entity_type)s
-      and not exists (select from serversync.failures e
-                      where e.lane = f.lane and e.outbox_id < f.outbox_id)
-    order by f.outbox_id = %(seq)s, f.updated_at, f.outbox_id limit 1)
+on conflict (outbox_id) do update set entity_id = excluded.entity_id, code = excluded.code,
+    reason = excluded.reason, http_status = excluded.http_status, waits_for = excluded.waits_for,
+    tries = excluded.tries, attempts = excluded.attempts, type_sent = excluded.type_sent,
+    next_attempt_at = excluded.next_attempt_at, in_outage = w.in_outage or excluded.in_outage,
+    waited = w.waited + {GAP},
+    updated_at = now()
 """
 # An entry that is given up. It leaves the hot index in the same transaction, payload and all; a
 # dead recording is shown as failed, unless it is uploaded.
@@ -2075,58 +2227,64 @@ with dead as (
               to_jsonb(jsonb_populate_record(sync_outbox, '{"payload": null}'))
                   - 'payload' - 'processed_at' as rest
 ), settled as (
-    delete from serversync.failures where outbox_id = %(seq)s
-), shown as (
-    update recordings set upload_status = 'upload_failed'
-    where id = serversync.to_uuid(%(recording_id)s::text) and upload_status <> 'uploaded'
-      and exists (select from dead)
+    delete from serversync.waiting where outbox_id = %(seq)s
 ), counted as (
     insert into serversync.counters as c (name, label, value)
     select 'dead', entity_type, 1 from dead
     union all select 'deaths_in_row', entity_type, 1 from dead where %(blamed)s::boolean
     on conflict (name, label) do update set value = c.value + 1
+), letter as (
+    insert into serversync.dead_letters as d (outbox_id, original_topic, entity_id, payload, rest,
+        error_code, error_message, http_status, attempts)
+    select id, entity_type, entity_id, payload, rest, %(code)s, %(reason)s, %(status)s::int,
+           %(attempts)s
+    from dead
+    on conflict (outbox_id, entity_id) do update set
+        retry_count = d.retry_count + (d.status = 'RETRYING')::int, updated_at = now(),
+        status = case when d.retry_count + (d.status = 'RETRYING')::int >= d.max_retries
+                      then 'DEAD' else 'PENDING' end,
+        error_code = excluded.error_code, error_message = excluded.error_message,
+        http_status = excluded.http_status, attempts = excluded.attempts
 )
-insert into serversync.dead_letters as d (outbox_id, original_topic, entity_id, payload, rest,
-    error_code, error_message, http_status, attempts)
-select id, entity_type, entity_id, payload, rest, %(code)s, %(error)s, %(status)s::int,
-       %(attempts)s
-from dead
-on conflict (outbox_id) do update set
-    retry_count = d.retry_count + (d.status = 'RETRYING')::int, updated_at = now(),
-    status = case when d.retry_count + (d.status = 'RETRYING')::int >= d.max_retries
-                  then 'DEAD' else 'PENDING' end,
-    error_code = excluded.error_code, error_message = excluded.error_message,
-    http_status = excluded.http_status, attempts = excluded.attempts
+select serversync.show_recording(
+    serversync.to_uuid(%(recording_id)s::text), 'upload_failed', null)
+from dead where entity_type = 'recording_file'
 """
 # Confirmed uploads whose files are still here.
 UPLOADS: Final = """
-select outbox_id, directory, files, tries from serversync.uploads
+select outbox_id, directory, files, tries, root_id from serversync.uploads
 where outbox_id > %(after)s::bigint order by outbox_id limit %(limit)s::int
 """
-# Pending recordings, and those given up, that may name a file of this directory: the exact look is
-# the agent's.
+# Who else may name a file of this directory: pending recordings, those given up, other uploads. The
+# exact look is the agent's.
 RIVALS: Final = """
 select left(coalesce(payload->>'filePath', payload->>'file_path'), 4096),
        left(coalesce(payload->>'callId', payload->>'call_id'), 1024), pending
 from (select payload, true as pending from sync_outbox
       where processed_at is null and entity_type = 'recording_file'
+        and id not in (select outbox_id from serversync.waiting where code = 'ROW_CORRUPT')
       union all
       select payload, false from serversync.dead_letters
       where original_topic = 'recording_file' and status <> 'RESOLVED') rival
 where position(%(directory)s in coalesce(payload->>'filePath', payload->>'file_path', '')) > 0
    or coalesce(payload->>'callId', payload->>'call_id') = %(directory)s
-order by pending desc
+union all
+select null, directory, false from serversync.uploads
+where directory = %(directory)s and outbox_id <> %(seq)s
+order by 3 desc
 """
 FORGET_UPLOAD: Final = """
 with gone as (
-    delete from serversync.uploads where outbox_id = %(seq)s returning 1
+    delete from serversync.uploads where outbox_id = %(seq)s and directory = %(directory)s
+    returning 1
 )
 insert into serversync.counters as c (name, label, value) select 'deletions', '', 1 from gone
 on conflict (name, label) do update set value = c.value + 1
 """
 DELETION_FAILED: Final = """
 update serversync.uploads set tries = tries + 1, error = %(error)s
-where outbox_id = %(seq)s and (tries < 8 or error is distinct from %(error)s)
+where outbox_id = %(seq)s and directory = %(directory)s
+  and (tries < 8 or error is distinct from %(error)s)
 """
 # Old rows, in chunks: processed ones only, and nothing while the clock is behind the last receipt.
 # By the primary key, up to the last row that an old receipt or letter names: where nothing is old
@@ -2165,10 +2323,6 @@ with last as (
     returning 1
 ), keys as (
     delete from serversync.idempotency_keys where expires_at < now() - interval '1 day'
-), numbers as (
-    delete from serversync.revived v where v.revived_at < now() - interval '2 days'
-      and not exists (select from sync_outbox o
-                      where o.id = v.outbox_id and o.processed_at is null)
 ), letters as (
     delete from serversync.dead_letters where id in (
         select id from serversync.dead_letters
@@ -2180,21 +2334,26 @@ with last as (
 select (select count(*) from rows), (select count(*) from receipts),
        (select count(*) from letters)
 """
-UNFINISHED: Final = "select min(id) is not null from sync_outbox where processed_at is null"
+UNFINISHED: Final = """
+select coalesce((select true from sync_outbox where processed_at is null
+                 order by id limit 1), false)
+"""
 
 # ==================================================================================================
-# Database
+# Store
 # One connection that holds the lock, LISTENs and does all the work; one method a statement.
 # ==================================================================================================
 
 DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are better than ours
 INDEX_DEADLINE: Final = 600.0
-OPTIONAL_FIRST, OPTIONAL_MOST = 5.0, 600.0  # a lock that was in the way is soon gone, or not soon
+ASK_EVERY: Final = 30.0
+CORRUPT: Final = ("XX000", "XX001", "XX002")
+LOCKED: Final = ("55P03", "57014")  # somebody holds a row: later
 
 
 class Hot:
-    """A statement of every batch: libpq's own prepared one, whose result need not be waited for at
-    once. A cursor would cost as much again as PostgreSQL's part of it."""
+    """A statement of every batch, as libpq's own prepared one: a cursor would cost as much again as
+    PostgreSQL's part of it."""
 
     def __init__(self, name: str, sql: str) -> None:
         self.name = name.encode()
@@ -2202,27 +2361,55 @@ class Hot:
         numbers = {f"%({param})s": f"${n}" for n, param in enumerate(self.params, 1)}
         self.sql = re.sub(r"%\(\w+\)s", lambda param: numbers[param[0]], sql).encode()
 
+    def run(self, conn: psycopg.Connection[Any], params: Mapping[str, object]) -> list[bytes]:
+        """Its row, as binary; prepared where it is not yet, or not any more (psycopg lets go of
+        all that is prepared after a DROP, an ALTER or a ROLLBACK)."""
+        values = (params[name] for name in self.params)
+        texts = [None if value is None else str(value).encode() for value in values]
+        if any(b"\0" in text for text in texts if text):  # libpq would end the text there
+            raise psycopg.DataError("PostgreSQL's texts cannot hold a NUL")
+        try:
+            return self._execute(conn, texts)
+        except psycopg.errors.InvalidSqlStatementName:
+            if conn.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
+                raise
+            conn.pgconn.send_prepare(self.name, self.sql)
+            self._receive(conn)
+            return self._execute(conn, texts)
+
+    def _execute(self, conn: psycopg.Connection[Any], texts: list[bytes | None]) -> list[bytes]:
+        conn.pgconn.send_query_prepared(self.name, texts, result_format=psycopg.pq.Format.BINARY)
+        return self._receive(conn)
+
+    @staticmethod
+    def _receive(conn: psycopg.Connection[Any]) -> list[bytes]:
+        """The row of what was sent. By poll: a signal ends no wait inside libpq."""
+        poller, pgconn = select.poll(), conn.pgconn
+        row: list[bytes] = []
+        error: psycopg.Error | None = None
+        while True:
+            unsent = pgconn.flush()
+            if unsent or pgconn.is_busy():
+                poller.register(pgconn.socket, select.POLLIN | select.POLLOUT * unsent)
+                poller.poll(TICK * 1000)  # under TLS the rest may be in the library already
+                pgconn.consume_input()
+            elif (result := pgconn.get_result()) is None:
+                break
+            elif result.status == psycopg.pq.ExecStatus.TUPLES_OK:
+                row = [result.get_value(0, column) or b"" for column in range(result.nfields)]
+                result.clear()
+            elif result.status != psycopg.pq.ExecStatus.COMMAND_OK:
+                error = psycopg.errors.error_from_result(result)
+        if error is not None:
+            raise error
+        return row
+
 
 HOT_FETCH: Final = Hot("serversync_fetch", FETCH)
 HOT_CONFIRM: Final = Hot("serversync_confirm", CONFIRM)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a batch is asked for: the same question may have the same answer."""
-
-    after: int
-    until: int
-    size: int
-    bytes: int
-    skip: tuple[str, ...]
-    fresh: bool
-
-    def params(self) -> dict[str, object]:
-        return vars(self) | {"skip": f"{{{','.join(self.skip)}}}"}
-
-
-class Database:
+class Session:
     """The connection: made, locked, watched, and given up when it is lost."""
 
     def __init__(self, url: str, device: str, process: Process) -> None:
@@ -2231,18 +2418,12 @@ class Database:
         self.locked = False
         self.epoch = 0
         self.generation = 0  # another sender came between: older results are worth nothing
-        self._database = ""
         self.root_id: str | None = None
         self.used = 0.0  # when the server last answered
-        self.optional_due = float("inf")  # for the index and the trigger
-        self._optional_wait = OPTIONAL_FIRST
-        self._notifications = 0
+        self._database = ""
+        self.losses = 0  # in a row, until all was done once
+        self._news = False
         self._identity: tuple[int, Any] | None = None
-        self._written, self._may_write = 0, True  # the large entry whose text is written out
-        self._prepared: set[bytes] = set()
-        self._planned_once = False
-        self._asked: Wanted | None = None  # the look ahead that is under way
-        self._ahead: tuple[Wanted, Batch] | None = None  # what came of it
         self._hints: list[str] = []
 
     # --- the connection -------------------------------------------------------------------------
@@ -2251,12 +2432,16 @@ class Database:
         """A new session, after the end of the previous one. Raises Unavailable."""
         self.close()
         try:
+            where = conninfo_to_dict(self.url)
             with self.process.deadline(DB_DEADLINE, None):
+                if "hostaddr" not in where and "," not in str(where.get("host")):
+                    look_up(str(where.get("host") or ""))
                 self.conn = psycopg.connect(
                     self.url,
                     autocommit=True,
                     connect_timeout=10,
                     client_encoding="UTF8",
+                    prepare_threshold=None,
                     fallback_application_name="serversync",
                 )
             self.conn.add_notify_handler(self._on_notify)
@@ -2270,7 +2455,7 @@ class Database:
         except TimedOut:
             self.process.check()
             raise Unavailable("the database does not answer") from None
-        except (psycopg.Error, Lost) as error:
+        except (psycopg.Error, Lost, OSError) as error:
             self.close()
             raise Unavailable(f"the database is not there: {error}") from None
 
@@ -2285,15 +2470,16 @@ class Database:
         if self.conn is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 self.conn.close()
-        self.conn, self.locked, self._written = None, False, 0
-        self._asked = self._ahead = None
-        self._planned_once = False
-        self._prepared.clear()
+        self.conn, self.locked = None, False
 
     @property
     def local(self) -> bool:
         """A Unix socket cannot be half-open."""
         return self.conn is not None and self.conn.info.host.startswith("/")
+
+    @property
+    def fd(self) -> int:
+        return self.conn.pgconn.socket if self.conn is not None else -1
 
     def _shut(self) -> None:
         with contextlib.suppress(psycopg.Error):
@@ -2301,14 +2487,16 @@ class Database:
                 shut_socket(self.conn.fileno())
 
     @contextlib.contextmanager
-    def _guard(self, seconds: float = DB_DEADLINE) -> Iterator[psycopg.Connection[Any]]:
-        """Tells a lost connection (Lost) from a statement that failed (psycopg.Error)."""
+    def session(self, seconds: float = DB_DEADLINE) -> Iterator[psycopg.Connection[Any]]:
+        """The connection for several statements, within one deadline. Tells a lost connection
+        (Lost) from a statement that failed (psycopg.Error)."""
         if self.conn is None:
             raise Lost
         conn = self.conn
         try:
             with self.process.deadline(seconds, self._shut):
                 yield conn
+            self.used = time.monotonic()
         except (psycopg.Error, OSError) as error:
             # conn.closed stays False after the server ended the session: ask libpq.
             if conn.broken or conn.pgconn.status != psycopg.pq.ConnStatus.OK:
@@ -2316,90 +2504,16 @@ class Database:
                 raise Lost(str(error)) from None
             raise
 
-    @contextlib.contextmanager
-    def session(
-        self, seconds: float = DB_DEADLINE, keep: bool = False
-    ) -> Iterator[psycopg.Connection[Any]]:
-        """The connection for several statements, within one deadline. Unless they `keep` it, what a
-        look ahead found is worth nothing afterwards."""
-        if self._asked is not None:
-            with self._guard() as conn:
-                self._take_ahead(conn, self._asked)
-        with self._guard(seconds) as conn:
-            if not keep:
-                self._ahead = None
-                self._plan_once(conn, False)
-            yield conn
-
-    def _plan_once(self, conn: psycopg.Connection[Any], once: bool) -> None:
-        """Whether one plan serves for all batches. With a million entries PostgreSQL plans each
-        anew, which takes longer than to write it out. But where lanes are left out, a plan for any
-        of them compares each entry with each lane."""
-        if once is not self._planned_once:
-            conn.execute(PLAN_ONCE if once else PLAN_AS_USUAL)
-            self._planned_once = once
-
     def run(self, sql: str, limit: float = DB_DEADLINE, /, **params: Any) -> list[tuple[Any, ...]]:
         """One statement, in a transaction of its own. Raises Lost or psycopg.Error."""
         with self.session(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
-            self.used = time.monotonic()
             rows = [] if cursor.rownumber is None else cursor.fetchall()
             if cursor.pgresult is not None:
                 # A cursor is part of a cycle: its result, a batch of 500 KB, would live until
                 # the collector comes by.
                 cursor.pgresult.clear()
             return rows
-
-    def _hot(
-        self, conn: psycopg.Connection[Any], hot: Hot, params: Mapping[str, object]
-    ) -> list[bytes | None]:
-        """One of the hot statements, in a transaction of its own: its row."""
-        self._send(conn, hot, params)
-        if self._ahead is not None:
-            _ = self._ahead[1].key  # reckoned while PostgreSQL works
-        try:
-            return self._receive(conn)
-        except psycopg.errors.InvalidSqlStatementName:
-            # psycopg lets go of all that is prepared after a DROP, an ALTER or a ROLLBACK.
-            self._prepared.clear()
-            self._send(conn, hot, params)
-            return self._receive(conn)
-
-    def _send(self, conn: psycopg.Connection[Any], hot: Hot, params: Mapping[str, object]) -> None:
-        if hot.name not in self._prepared:
-            conn.pgconn.send_prepare(hot.name, hot.sql)
-            self._receive(conn)
-            self._prepared.add(hot.name)
-        values = (params[name] for name in hot.params)
-        texts = [None if value is None else str(value).encode() for value in values]
-        if any(b"\0" in text for text in texts if text):  # libpq would end the text there
-            raise psycopg.DataError("PostgreSQL's texts cannot hold a NUL")
-        conn.pgconn.send_query_prepared(hot.name, texts, result_format=psycopg.pq.Format.BINARY)
-        conn.pgconn.flush()
-
-    def _receive(self, conn: psycopg.Connection[Any]) -> list[bytes | None]:
-        """The row of what was sent. By poll: a signal ends no wait inside libpq."""
-        poller, pgconn = select.poll(), conn.pgconn
-        row: list[bytes | None] = []
-        error: psycopg.Error | None = None
-        while True:
-            unsent = pgconn.flush()
-            if unsent or pgconn.is_busy():
-                poller.register(pgconn.socket, select.POLLIN | select.POLLOUT * unsent)
-                poller.poll(TICK * 1000)  # under TLS the rest may be in the library already
-                self._take_in(conn)
-            elif (result := pgconn.get_result()) is None:
-                break
-            elif result.status == psycopg.pq.ExecStatus.TUPLES_OK:
-                row = [result.get_value(0, column) for column in range(result.nfields)]
-                result.clear()
-            elif result.status != psycopg.pq.ExecStatus.COMMAND_OK:
-                error = psycopg.errors.error_from_result(result)
-        self.used = time.monotonic()
-        if error is not None:
-            raise error
-        return row
 
     # --- the lock -------------------------------------------------------------------------------
 
@@ -2413,7 +2527,7 @@ class Database:
         if (self._database, self.epoch) != before:
             self.generation += 1
         self.run("listen serversync")
-        self._notifications += 1  # nobody knows what came before
+        self._news = True  # nobody knows what came before
         self.locked = True
         return True
 
@@ -2436,20 +2550,7 @@ class Database:
             raise ConfigError(
                 [f"database {name}: role {role} may not make its tables: {how}"]
             ) from None
-        self._say_less(recordings, may_delete)
-
-    def _migrate(self, ours: bool) -> None:
-        known = self.run(VERSION)[0][0] if ours else 0
-        if known > len(MIGRATIONS):
-            raise ConfigError(
-                [f"the schema serversync is of a newer version ({known}) than this program"]
-            )
-        for number in range(known + 1, len(MIGRATIONS) + 1):
-            self.run(MIGRATIONS[number - 1])  # with its number: several statements, all or none
-            say(logging.INFO, "migrated", f"schema serversync is now at version {number}")
-
-    def _say_less(self, recordings: str | None, may_delete: bool) -> None:
-        hints = self._make_optional()
+        hints = self.make_optional()
         if recordings is None:
             hints.append("there is no table recordings: none is marked as uploaded")
         if not may_delete:
@@ -2458,24 +2559,25 @@ class Database:
             self._hints = hints
             say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
 
-    def retry_optional(self) -> None:
-        """Of use once a transaction that was in the way has ended: without the trigger every entry
-        waits for the polling interval."""
-        if time.monotonic() >= self.optional_due and not self._make_optional():
-            say(logging.INFO, "recovered", "index and NOTIFY trigger are there now")
+    def _migrate(self, ours: bool) -> None:
+        known = self.run(VERSION)[0][0] if ours else 0
+        if known > len(MIGRATIONS):
+            raise ConfigError(
+                [f"the schema serversync is of a newer version ({known}) than this program"]
+            )
+        for number in range(known + 1, len(MIGRATIONS) + 1):
+            # With its number: several statements, all or none.
+            self.run("set local statement_timeout = 0;" + MIGRATIONS[number - 1], INDEX_DEADLINE)
+            say(logging.INFO, "migrated", f"schema serversync is now at version {number}")
 
-    def _make_optional(self) -> list[str]:
-        """Index and trigger, where the role may; where not, why. Tried again after a mere lock."""
+    def make_optional(self) -> list[str]:
+        """Index and trigger, where the role may; where not, why."""
         hints = []
-        self.optional_due = float("inf")
         for what, make in (("index", self._make_index), ("NOTIFY trigger", self._make_trigger)):
             try:
                 make()
             except psycopg.Error as error:
                 hints.append(f"no {what}: {error.diag.message_primary or error}")
-                if isinstance(error, psycopg.errors.LockNotAvailable):
-                    self.optional_due = time.monotonic() + self._optional_wait
-                    self._optional_wait = min(2 * self._optional_wait, OPTIONAL_MOST)
         return hints
 
     def _make_index(self) -> None:
@@ -2492,10 +2594,10 @@ class Database:
             raise
         finally:
             if self.conn is not None:
-                self.run("reset lock_timeout; set statement_timeout = '18s'")
+                self.run("set lock_timeout = '400ms'; set statement_timeout = '18s'")
 
     def _make_trigger(self) -> None:
-        if self.run(TRIGGER_STATE) in ([(True,)], [(False,)]):
+        if self.run(TRIGGER_STATE):
             return  # there; a disabled one was disabled by somebody who meant it
         # While it waits for the table's lock, the backend's INSERT waits behind it.
         self.run("set local lock_timeout = '1s';" + CREATE_TRIGGER)
@@ -2503,185 +2605,184 @@ class Database:
     # --- waking up ------------------------------------------------------------------------------
 
     def _on_notify(self, _: object) -> None:
-        self._notifications += 1
+        self._news = True
 
-    def notifications(self) -> int:
-        """How many there were, with those that are here by now: it never waits."""
-        if self.conn is not None:
-            with self._guard() as conn:
-                self._take_in(conn)
-        return self._notifications
+    def check(self) -> None:
+        """A session that was ended shows here (Lost): others send now. It never waits."""
+        used = self.used
+        with self.session() as conn:
+            conn.pgconn.consume_input()
+            while conn.pgconn.notifies():
+                self._news = True
+        self.used = used
 
-    def _take_in(self, conn: psycopg.Connection[Any]) -> None:
-        conn.pgconn.consume_input()
-        while conn.pgconn.notifies():
-            self._notifications += 1
+    def news(self) -> bool:
+        """Whether somebody called since this was asked last."""
+        self.check()
+        heard, self._news = self._news, False
+        return heard
 
-    # --- entries --------------------------------------------------------------------------------
+    def ask_silent_peer(self) -> float:
+        """A TCP peer that went silent is only noticed by asking, every half minute; in how many
+        seconds that is to be done again."""
+        if self.local or self.conn is None:
+            return HOUR
+        if time.monotonic() - self.used >= ASK_EVERY:
+            self.run("select 1")
+        return self.used + ASK_EVERY - time.monotonic()
+
+
+def as_array(values: Iterable[object]) -> str:
+    """As PostgreSQL reads an array of numbers or uuids."""
+    return "{" + ",".join(map(str, values)) + "}"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What there is to do."""
+
+    interval: float | None
+    entries: bool
+    files: bool
+    waiting: bool
+    uploads: bool
+    index: bool
+    trigger: bool
+
+
+class Store:
+    """The statements, by the session that holds the lock."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.run = session.run
+        self.rows = True  # there may be some in `waiting`
+        self.before: datetime | None = None  # `once` retries what failed before it began
+        self.skip: list[int] = []  # confirmed, but a lock keeps that from being written down
+        self.travels: dict[int, tuple[str, str]] = {}  # a file under way: its recording and call
+
+    def _left_out(self) -> dict[str, Any]:
+        recordings, calls = zip(*self.travels.values(), strict=True) if self.travels else ((), ())
+        return {"skip": self.skip, "recordings": list(recordings), "calls": list(calls)}
+
+    def look(self) -> Look:
+        return Look(*self.run(LOOK)[0])
+
+    def sweep(self) -> None:
+        self.run(SWEEP)
 
     def last(self) -> int:
         return int(self.run(LAST)[0][0])
 
-    def next_pending(self, after: int) -> int:
-        return int(self.run(NEXT_PENDING, after=after)[0][0])
+    def next_id(self, after: int, until: int) -> int:
+        rows = self.run(NEXT_ID, after=after, until=until)
+        return int(rows[0][0]) if rows else 0
 
-    def fetch(self, wanted: Wanted) -> Batch:
-        self.drop_written()  # what was sent before is through, or begins anew
-        with self.session(keep=True) as conn:
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None and ahead[0] == wanted:
-                return ahead[1]
-            self._plan_once(conn, False)
-            return self._batch(self._hot(conn, HOT_FETCH, wanted.params()))
+    def fetch(self, after: int, until: int, size: int, most: int, at_all: int) -> Batch:
+        """The next entries, as one body of so many bytes; a larger one alone, if it may go."""
+        params = self._left_out() | {"after": after, "until": until, "size": size}
+        params |= {"bytes": most - len(BODY_FRAME), "most": at_all}
+        params |= {name: as_array(params[name]) for name in ("skip", "recordings", "calls")}
+        with self.session.session() as conn:
+            return self._batch(HOT_FETCH.run(conn, params))
 
-    def look_ahead(self, wanted: Wanted, backlog: bool) -> None:
-        """Asks for the batch behind the one that is about to be sent, and does not wait: PostgreSQL
-        writes it out while the frontend answers. `fetch` takes it, if nothing but a CONFIRM came
-        between. It is a transaction of its own, over with its statement."""
-        with self.session(keep=True) as conn:
-            if backlog:
-                self._plan_once(conn, True)
-            self._send(conn, HOT_FETCH, wanted.params())
-            self._asked = wanted
-
-    def fileno(self) -> int:
-        return self.conn.pgconn.socket if self.conn else -1
-
-    def coming(self) -> bool:
-        """Takes in what is there of the look ahead; whether there is more to come. A large answer
-        that nobody reads would keep its transaction open for as long as the frontend takes."""
-        if self.conn is None or self._asked is None:
-            return False
-        try:
-            self._take_in(self.conn)
-            return bool(self.conn.pgconn.is_busy())
-        except psycopg.Error:
-            return False  # the next statement says why
-
-    def _take_ahead(self, conn: psycopg.Connection[Any], asked: Wanted) -> None:
-        """Before any other statement can go out. If it failed, the next one says why."""
-        self._asked = None
-        with contextlib.suppress(psycopg.Error):
-            self._ahead = (asked, self._batch(self._receive(conn)))
+    def fetch_alone(self, seq: int, most: int) -> Batch:
+        params = {"seq": seq, "size": 1, "bytes": most, "most": most}
+        rows = self.run(FETCH_ALONE, **params)[0]
+        seqs, size, body = rows
+        return Batch([int(seqs)], int(size), bytes(body or b"")) if seqs else Batch([], 0, b"")
 
     @staticmethod
-    def _batch(row: Sequence[bytes | None]) -> Batch:
-        seqs, sizes, body = row
-        if not seqs or not sizes:
-            return Batch([], [], b"")
-        return Batch(
-            list(map(int, seqs.split(b","))), list(map(int, sizes.split(b","))), body or b""
-        )
+    def _batch(row: Sequence[bytes]) -> Batch:
+        seqs, size, body = row
+        if not seqs:
+            return Batch([], 0, b"")
+        return Batch(list(map(int, seqs.split(b","))), int.from_bytes(size, "big"), body)
 
-    def fetch_files(self, after: int, skip: Sequence[str], fresh: bool) -> list[FileEntry]:
-        rows = self.run(FETCH_FILES, after=after, skip=list(skip), fresh=fresh, limit=20)
-        return [FileEntry(*row) for row in rows]
+    def hold_back(self, after: int, until: int) -> bool:
+        """Whether anything was: then what was fetched is to be fetched again."""
+        return bool(self.run(HOLD_BACK, after=after, until=until))
 
-    def slice(self, seq: int, start: int, length: int) -> tuple[str, bytes]:
-        """A piece of one entry's text and the digest of the whole. The text is written out with
-        the first piece, and in another session again."""
-        if start == 0 or self._written != seq:
-            self._write_out(seq)
-        sql, params = (SLICE, {}) if self._may_write else (SLICE_ANEW, {"seq": seq})
-        rows = self.run(sql, start=start + 1, length=length, **params)
-        return (rows[0][0], bytes(rows[0][1])) if rows else ("", b"")
+    def next_retry(self, files: bool) -> tuple[int, float, bool] | None:
+        rows = self.run(NEXT_RETRY, files=files, before=self.before, **self._left_out())
+        return (rows[0][0], rows[0][1], rows[0][2]) if rows else None
 
-    def _write_out(self, seq: int) -> None:
-        self._written, self._may_write = seq, True
-        try:
-            self.run(MAKE_WRITTEN)
-            self.run(WRITE_OUT, seq=seq)
-        except (psycopg.errors.InsufficientPrivilege, psycopg.errors.DiskFull):
-            self._may_write = False
+    def newest_free(self) -> int:
+        rows = self.run(NEWEST_FREE, **self._left_out())
+        return int(rows[0][0]) if rows else 0
 
-    def drop_written(self) -> None:
-        if self._written:
-            self._written = 0
-            self.run(DROP_WRITTEN)
+    def includes(self, seqs: Sequence[int]) -> bool:
+        """Whether a request under way would be written over by what travels."""
+        return bool(self.run(INCLUDES, seqs=list(seqs), **self._left_out())[0][0])
 
-    def lanes(self, seqs: Sequence[int]) -> dict[int, tuple[str, str]]:
-        return {row[0]: (row[1], row[2]) for row in self.run(LANES, seqs=list(seqs))}
+    def next_file(self, reached: int) -> int:
+        rows = self.run(NEXT_FILE, reached=reached, skip=self.skip)
+        return int(rows[0][0]) if rows else 0
 
-    def confirm(self, seqs: Sequence[int], endpoint: str, outcome: str, receipt: Receipt) -> None:
+    def read_file(self, seq: int) -> FileEntry | None:
+        rows = self.run(READ_FILE, seq=seq, skip=self.skip)
+        return FileEntry(*rows[0]) if rows else None
+
+    def past(self, seq: int, readable: bool = True) -> Past | None:
+        rows = self.run(PAST, seq=seq, readable=readable)
+        return Past(*rows[0]) if rows else None
+
+    def confirm(self, seqs: Sequence[int], receipt: Receipt) -> None:
+        """A recording's survives a power cut, whatever the database's default."""
         answer = receipt.answer
-        params = {
-            "seqs": "{" + ",".join(map(str, seqs)) + "}",
-            "endpoint": endpoint,
-            "outcome": outcome,
-            "kind": receipt.kind,
-            "bytes": receipt.size,
-            "key": receipt.key,
-            "request_sha256": receipt.request_sha256,
-            "answer_sha256": hashlib.sha256(answer.body).hexdigest() if answer.body else None,
-            "status": answer.status,
-            "seconds": answer.duration,
-            "lane": receipt.lane,
-            "entity_id": receipt.entity_id,
-            "url": receipt.url,
-            "directory": receipt.directory,
-            "files": receipt.files,
-        }
-        with self.session(keep=True) as conn:
-            try:
-                row = self._hot(conn, HOT_CONFIRM, params)
-            except psycopg.Error:
-                self._ahead = None  # tried again it may be, until things have changed
-                raise
-        marked, settled, _ = (int.from_bytes(count or b"", "big") for count in row)
-        if settled:  # their lanes waited until now: what stands ahead was found without them
-            self._ahead = None
+        digest = hashlib.sha256(answer.body).hexdigest() if answer.body else None
+        params = vars(receipt) | {"status": answer.status, "seconds": answer.duration}
+        params |= {"seqs": as_array(seqs), "answer_sha256": digest}
+        with self.session.session() as conn:
+            if receipt.kind == "file":
+                self._confirm_file(conn, seqs[0], receipt, params)
+                return
+            row = HOT_CONFIRM.run(conn, params)
+        marked = int.from_bytes(row[0], "big")
         if marked < len(seqs) and self.run(STILL_PENDING, seqs=params["seqs"])[0][0]:
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
                 "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
             )
 
-    def past(self, seq: int, endpoint: str) -> tuple[Any, ...] | None:
-        rows = self.run(PAST, seq=seq, endpoint=endpoint)
-        return rows[0] if rows else None
+    @staticmethod
+    def _confirm_file(
+        conn: psycopg.Connection[Any], seq: int, receipt: Receipt, params: dict[str, Any]
+    ) -> None:
+        with conn.transaction():
+            marked = conn.execute(CONFIRM, params).fetchall()[0][0]
+            conn.execute(KEEP_UPLOAD, params | {"seq": seq})
+            if not marked and conn.execute(STILL_PENDING, params).fetchall()[0][0]:
+                raise psycopg.errors.ObjectNotInPrerequisiteState(
+                    "marking a recording in sync_outbox changes nothing: a trigger, a rule?"
+                )
 
-    def set_aside(self, aside: Aside) -> None:
-        self._settle_failure(SET_ASIDE, aside)
+    def set_waiting(self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool,
+                    waits_for: int | None = None) -> None:  # fmt: skip
+        suspect = verdict.fate in (Fate.SUSPECT, Fate.REJECTED)
+        type_sent = past.sent_now if suspect else past.type_sent
+        more = {"type_sent": type_sent, "in_outage": in_outage, "waits_for": waits_for}
+        self.run(SET_WAITING, seq=seq, call_id=past.call_id, **vars(verdict), **vars(step), **more)
 
-    def hold_type(self, aside: Aside) -> int | None:
-        self.set_aside(replace(aside, step=replace(aside.step, delay=HELD_SEC)))
-        last: int | None = self._settle_failure(HOLD_TYPE, aside)[0][0]
-        self._settle_failure(PROBE_NEXT, aside)
-        return last
-
-    def bury(self, aside: Aside) -> None:
-        self._settle_failure(BURY, aside)
-
-    def _settle_failure(self, sql: str, aside: Aside) -> list[tuple[Any, ...]]:
-        return self.run(
-            sql,
-            seq=aside.seq,
-            entity_type=aside.entity_type,
-            recording_id=aside.recording_id,
-            tries=aside.step.tries,
-            attempts=aside.step.attempts,
-            delay=aside.step.delay,
-            held=HELD_SEC,
-            successes=aside.successes,
-            waited=aside.waited,
-            code=aside.verdict.code,
-            error=aside.verdict.reason,
-            status=aside.verdict.status,
-            blamed=aside.verdict.code not in LOCAL_CODES,
-        )
-
-    # --- deletions ------------------------------------------------------------------------------
+    def bury(self, seq: int, verdict: Verdict, step: Step, recording_id: str | None) -> None:
+        more = {"recording_id": recording_id, "blamed": verdict.fate is Fate.REJECTED}
+        self.run(BURY, seq=seq, **vars(verdict), **vars(step), **more)
 
     def uploads(self, after: int) -> list[Upload]:
         return [Upload(*row) for row in self.run(UPLOADS, after=after, limit=100)]
 
-    def rivals(self, directory: str) -> list[tuple[str | None, str | None, bool]]:
-        return [(row[0], row[1], row[2]) for row in self.run(RIVALS, directory=directory)]
+    def rivals(self, upload: Upload) -> list[tuple[str | None, str | None, bool]]:
+        rows = self.run(RIVALS, directory=upload.directory, seq=upload.seq)
+        return [(row[0], row[1], row[2]) for row in rows]
+
+
+BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
 
 
 # ==================================================================================================
-# Frontend
-# HTTP on a real socket: one request in, one Answer out. Decides nothing, follows nothing.
+# HTTP
+# One request in, one Answer out, pushed by whoever drives the generator. urllib3 connects (TLS,
+# verification, socket options), http.client reads the answer. Decides nothing, follows nothing.
 # ==================================================================================================
 
 ANSWER_MAX: Final = 64 * 1024
@@ -2690,147 +2791,138 @@ AUDIO_MAX: Final = 10 * 1024 * 1024
 AUDIO_RATE: Final = 20_000  # bytes a second: less is given up, and tried again later
 HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
+READ_SEC: Final = 5.0  # for an answer that has begun, where nothing is streamed
 STALL_SEC: Final = 60.0
 STALL_RATE: Final = 1000  # less than 1 kB/s for 60 s ends an upload
-CHUNK_MIN, CHUNK_FIRST, CHUNK_MAX = 4 * 1024, 32 * 1024, 256 * 1024
-SENDFILE_MAX: Final = 4 * 1024 * 1024  # costs no memory; it never waits for the link
-SLICE_BYTES: Final = 256 * 1024
-AHEAD_MAX: Final = 1024 * 1024  # with larger batches, two of them would be too much for memory
+LEAST_RATE: Final = 5000  # bytes a second: how long entries may take at most
+TURN_SEC: Final = 0.1  # so long a body is pushed before others have their turn
+PIECE, PIECE_TLS = 256 * 1024, 16 * 1024
 NOTSENT_LOWAT: Final = 256 * 1024  # keeps our own buffers from hiding how fast the link is
 
-Piece = bytes | memoryview
-# Takes a piece of an answer; returns for how many seconds others had their turn meanwhile.
-Sink = Callable[[bytes], float]
-# Yields the pieces; returns whether that was all of them.
-Body = Callable[[Limit], Generator[Piece, None, bool]]
+
+@dataclass(frozen=True)
+class Wait:
+    """When a job goes on: at that time, or when its socket is ready."""
+
+    until: float = 0.0
+    fd: int = -1
+    events: int = 0
 
 
-class Beside(Protocol):
-    """What is read while the frontend has not answered yet."""
-
-    def fileno(self) -> int: ...
-
-    def coming(self) -> bool: ...
+AT_ONCE: Final = Wait()
+T = TypeVar("T")
+Steps = Generator[Wait, None, T]
+Sink = Callable[[bytes], object]
 
 
-class _PeekedSocket(ssl.SSLSocket):
-    """Under TLS a readable socket may only hold session tickets: the first byte of an answer is
-    read without waiting, and given back to the reader."""
+@dataclass(frozen=True)
+class Part:
+    """A piece of a body that stands in a file."""
 
-    peeked = b""
-
-    def arrived(self) -> bool:
-        limit = self.gettimeout()
-        self.settimeout(0)
-        try:
-            self.peeked = self.peeked or self.recv(1)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
-        except OSError:
-            return True  # the reader will meet it again
-        finally:
-            self.settimeout(limit)
-        return True
-
-    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        if self.peeked:
-            memoryview(buffer)[:1], self.peeked = self.peeked, b""
-            return 1
-        return super().recv_into(buffer, nbytes, flags)
+    fd: int
+    size: int
+    name: str
 
 
-class _Tap:
-    """What both kinds of connection tell their Wire."""
+class Outgoing:
+    """What goes out, by its position: texts, and a file that is read into a fixed buffer."""
 
-    wire: Wire
-    sock: Any
-    response_class: Any
+    def __init__(self, parts: Sequence[bytes | Part], piece: int) -> None:
+        self.parts = [(part, part.size if isinstance(part, Part) else len(part)) for part in parts]
+        self.size = sum(size for _, size in self.parts)
+        self._buffer = bytearray(piece if any(isinstance(part, Part) for part in parts) else 0)
+        self._held = range(0)
+        self._piece = piece
 
-    def __init__(self, wire: Wire, *args: Any, **more: Any) -> None:
-        self.wire = wire
-        super().__init__(*args, **more)
-        self.response_class = partial(_Frugal, wire)
+    def at(self, position: int) -> memoryview:
+        """What stands there, as much as is sent at once."""
+        for part, size in self.parts:
+            if position < size and not isinstance(part, Part):
+                return memoryview(part)[position : position + self._piece]
+            if position < size:
+                assert isinstance(part, Part)
+                return self._of_file(part, position)
+            position -= size
+        return memoryview(b"")
 
-    _head: bytes | None = None  # waits for the first piece of the body: one call, one packet
-    _hold = False
-
-    def endheaders(self, *args: Any, **more: Any) -> None:
-        self._hold, self._head = self.wire.has_body, None
-        if self._hold and self.sock is None:
-            self.connect()  # before the body begins: its clocks run
-        super().endheaders(*args, **more)  # type: ignore[misc]
-
-    def connect(self) -> None:
-        self.wire.phase = "connecting"
-        with self.wire.process.deadline(self.wire.timeout, None):
-            super().connect()  # type: ignore[misc]
-        self.wire.phase, self.wire.sock = "fresh", self.sock
-
-    def send(self, data: Any) -> None:
-        if self._hold:
-            self._hold, self._head = False, data
-            return
-        if self._head is not None:
-            data, self._head = b"".join((self._head, data)), None
-        try:
-            super().send(data)  # type: ignore[misc]
-        except (ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            # After a reset an answer may still be readable; urllib3 looks for it only after EPIPE.
-            raise BrokenPipeError from None
+    def _of_file(self, part: Part, start: int) -> memoryview:
+        if start not in self._held:
+            want = min(self._piece, part.size - start)
+            try:
+                got = os.preadv(part.fd, [memoryview(self._buffer)[:want]], start)
+            except OSError as error:
+                raise local_trouble(error, part.name) from None
+            if not got:
+                raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file shrank while it was sent")
+            self._held = range(start, start + got)
+        return memoryview(self._buffer)[start - self._held.start : len(self._held)]
 
 
-class _Metered:
-    """All of an answer is read through this (interim ones, head, chunks, trailers), up to a limit:
+class _Source(io.RawIOBase):
+    """The socket as http.client reads it: up to a limit, and what was looked at comes first.
     http.client alone takes heads of 6 MB, and reads without end after a chunk size of -1."""
 
-    def __init__(self, file: Any, most: int) -> None:
-        self._file, self._left = file, HEAD_MAX + most
+    def __init__(self, sock: Any, most: int) -> None:
+        self._sock, self._left = sock, HEAD_MAX + most
+        self._early = b""
+        self._error: OSError | None = None
 
-    def _at_most(self, size: int) -> int:
-        if size < 0 or self._left <= 0:
-            raise http.client.HTTPException("an answer that is too long, or of no length")
-        return min(size, self._left)
+    def readable(self) -> bool:
+        return True
 
-    def _count(self, text: bytes) -> bytes:
-        self._left -= len(text)
-        return text
-
-    def read(self, size: int = -1) -> bytes:
-        return self._count(self._file.read(self._at_most(size)))
-
-    def readline(self, size: int = -1) -> bytes:
-        return self._count(self._file.readline(self._at_most(size)))
+    def arrived(self) -> bool:
+        """Whether an answer has begun, or the end is here. Under TLS a readable socket may only
+        hold session tickets: a byte is read to know."""
+        if not self._early:
+            try:
+                self._early = self._sock.recv(1)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            except OSError as error:
+                self._error = error  # for the reader: it might be told less the second time
+        return True
 
     def readinto(self, buffer: Any) -> int:
-        size = self._at_most(len(buffer))
-        got: int = self._file.readinto(memoryview(buffer)[:size])
+        if self._left <= 0:
+            raise http.client.HTTPException("an answer that is too long, or of no length")
+        if self._error is not None:
+            raise self._error
+        if self._early:
+            memoryview(buffer)[:1], self._early = self._early, b""
+            got = 1
+        else:
+            got = self._sock.recv_into(buffer, min(len(buffer), self._left))
         self._left -= got
         return got
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+
+class _Reader(io.BufferedReader):
+    """What http.client takes for a socket, and reads one response after the other from (1xx)."""
+
+    def makefile(self, *_: object) -> _Reader:
+        return self
+
+    def close(self) -> None:
+        """Not with the first response."""
 
 
-class _Frugal(http.client.HTTPResponse):
-    def __init__(self, wire: Wire, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.fp: Any = _Metered(self.fp, wire.answer_max)
+@dataclass
+class Limits:
+    """How long a request may take."""
 
-
-class _Plain(_Tap, HTTPConnection):
-    pass
-
-
-class _Secure(_Tap, HTTPSConnection):
-    pass
+    connect: float
+    idle: float  # without progress of the body
+    answer: float  # from the end of the body to the answer
+    most: float = float("inf")  # for all of it
+    rate: float = 0.0  # bytes a second; 0: no limit
+    least: float = 0.0  # bytes a second: less for a minute is the end
 
 
 class Wire:
-    """One kept-alive connection to the frontend, and the requests on it."""
+    """The way to the frontend: one connection, and the requests on it, one after the other."""
 
-    def __init__(self, config: Config, process: Process) -> None:
-        self.process = process
-        self.timeout = config.timeout
+    def __init__(self, config: Config, process: Process, keep: bool = True) -> None:
+        self.process, self.keep = process, keep
         self.url = parse_url(config.frontend_base_url)
         self.tls = tls_context(config) if self.url.scheme == "https" else None
         if (
@@ -2841,93 +2933,240 @@ class Wire:
             # urllib3 1.26 names no host to ssl for an IP address, and compares it by itself.
             self.tls.check_hostname = False
         self.base = (self.url.path or "").rstrip("/")
-        self.phase = "reused"
-        self.sock: Any = None
-        self.steady = self.has_body = False
-        self.answer_max = ANSWER_MAX
-        self.sink: Sink | None = None  # takes the answer's body, if that is a success
-        self.beside: Beside | None = None
-        self._complete = False
+        self.sent = 0  # of the request under way
+        self._conn: Any = None
         self._used = 0.0
-        self._pool = self._new_pool()
-
-    def _new_pool(self) -> Any:
-        options = [
-            *HTTPConnection.default_socket_options,
-            (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT),
-        ]
-        if self.tls is None:
-            pool: Any = urllib3.HTTPConnectionPool(
-                self.url.host or "", self.url.port, maxsize=1, socket_options=options
-            )
-            pool.ConnectionCls = partial(_Plain, self)
-        else:
-            pool = urllib3.HTTPSConnectionPool(
-                self.url.host or "",
-                self.url.port,
-                maxsize=1,
-                socket_options=options,
-                ssl_context=self.tls,
-            )
-            pool.ConnectionCls = partial(_Secure, self)
-        return pool
 
     def close(self) -> None:
-        self._pool.close()
-        self._pool = self._new_pool()
+        if self._conn is not None:
+            with contextlib.suppress(OSError):
+                self._conn.close()
+        self._conn = None
 
-    def _shut(self) -> None:
-        if self.sock is not None and self.sock.fileno() >= 0:
-            shut_socket(self.sock.fileno())
-
-    def request(
-        self, method: str, path: str, headers: dict[str, str], body: Body | None, patience: float,
-        most: float = float("inf"), between: Callable[[], None] | None = None,
-    ) -> Answer:  # fmt: skip
-        """One request; a reset on a reused connection is tried once more on a fresh one."""
-        if time.monotonic() - self._used > IDLE_MAX:
+    def exchange(
+        self, method: str, path: str, headers: Mapping[str, str], body: Sequence[bytes | Part] = (),
+        limits: Limits | None = None, answer_max: int = ANSWER_MAX, sink: Sink | None = None,
+    ) -> Steps[Answer]:  # fmt: skip
+        """One request; a reset on a kept connection is tried once more on a fresh one."""
+        limits = limits or Limits(30.0, 30.0, 30.0)
+        kept = self._conn is not None and time.monotonic() - self._used < IDLE_MAX
+        if not kept or _Source(self._conn.sock, 0).arrived():  # an answer that nobody asked for
             self.close()
-        answer = self._request(method, path, headers, body, patience, most, between)
-        if answer.trouble is Trouble.RESET and self.phase == "reused":
-            self.close()
-            answer = self._request(method, path, headers, body, patience, most, between)
-        self._used = time.monotonic()
-        return answer
+            kept = False
+        head = self._head(method, path, headers)
+        try:
+            while True:
+                one = Exchange(self, method, limits, answer_max, sink)
+                answer = yield from one.run(head, body)
+                if answer.trouble is not Trouble.RESET or not kept:
+                    return answer
+                kept = False
+        finally:
+            self._used = time.monotonic()
+            if not self.keep:
+                self.close()
 
-    def _request(
-        self, method: str, path: str, headers: dict[str, str], body: Body | None, patience: float,
-        most: float, between: Callable[[], None] | None,
-    ) -> Answer:  # fmt: skip
-        self.phase, self.steady, self._complete = "reused", False, body is None
-        self.has_body = body is not None
-        started = time.monotonic()
-        with self.process.deadline(self.timeout + patience, self._shut, most) as limit:
+    def _head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+        """Paths are checked by the configuration or quoted, values are ours."""
+        host = self.url.host or ""
+        host += f":{self.url.port}" if self.url.port else ""
+        lines = [f"{method} {self.base}{path} HTTP/1.1", f"Host: {host}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode("ascii")
+
+    def connected(self, limits: Limits) -> Any:
+        """The socket, non-blocking; made where there is none."""
+        if self._conn is None:
+            options = [
+                *HTTPConnection.default_socket_options,
+                (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT),
+            ]
+            if limits.rate:  # no burst into a buffer
+                options.append((socket.SOL_SOCKET, socket.SO_SNDBUF, max(int(limits.rate), 4096)))
+            where: dict[str, Any] = {"port": self.url.port, "timeout": limits.connect}
+            host = (self.url.host or "").strip("[]")
+            conn: Any
+            if self.tls is None:
+                conn = HTTPConnection(host, **where, socket_options=options)
+            else:
+                conn = HTTPSConnection(host, **where, socket_options=options, ssl_context=self.tls)
+                conn.assert_hostname = None  # urllib3 1.26 asks for it where we compare no name
             try:
-                response = self._pool.urlopen(
-                    method,
-                    self.base + path,
-                    body=self._sending(body, limit, patience, between) if body else None,
-                    headers=headers,
-                    timeout=Timeout(connect=max(self.timeout, STALL_SEC), read=patience),
-                    redirect=False,  # urllib3 would repeat a streamed body, empty, and report 200
-                    retries=False,
-                    assert_same_host=False,
-                    preload_content=False,
-                    decode_content=False,
-                    enforce_content_length=True,
-                )
-                limit.extend(self.timeout)  # the whole answer, from its head on
-                text, size = self._read(response, limit)
-            except (
-                urllib3.exceptions.HTTPError,
-                http.client.HTTPException,
-                OSError,
-                TimedOut,
-                ValueError,  # http.client's own, of numbers that are none
-            ) as error:
-                return self._failed(error, limit, started)
-            if limit.expired:  # the end that was read is the one that we made
-                return self._failed(TimeoutError("the answer did not end in time"), limit, started)
+                with self.process.deadline(limits.connect, None):
+                    look_up(host)
+                    conn.connect()
+            except BaseException:
+                conn.close()
+                raise
+            conn.sock.setblocking(False)
+            self._conn = conn
+        return self._conn.sock
+
+    def shut(self) -> None:
+        if self._conn is not None and self._conn.sock is not None:
+            shut_socket(self._conn.sock.fileno())
+
+
+class Exchange:
+    """One request on one connection, and its answer."""
+
+    def __init__(
+        self, wire: Wire, method: str, limits: Limits, answer_max: int, sink: Sink | None
+    ) -> None:
+        self.wire, self.method, self.limits = wire, method, limits
+        self.answer_max, self.sink = answer_max, sink
+        self.started = time.monotonic()
+        self.sock: Any = None
+        self.sent = 0
+        self.size = 0  # of the body
+        self.steady = False
+        self.late = False  # the end that was met is the one that we made
+        self.broken: Exception | None = None  # while sending; an answer may still be there
+
+    def run(self, head: bytes, body: Sequence[bytes | Part]) -> Steps[Answer]:
+        self.size = sum(part.size if isinstance(part, Part) else len(part) for part in body)
+        first = body[0] if body else b""
+        parts: list[bytes | Part] = [head, *body]
+        if isinstance(first, bytes) and len(first) < PIECE_TLS:  # one packet
+            parts = [head + first, *body[1:]]
+        try:
+            self.sock = self.wire.connected(self.limits)
+            source = _Source(self.sock, self.answer_max)
+            piece = PIECE if self.wire.tls is None else PIECE_TLS
+            out = Outgoing(parts, piece)
+            yield from self._send(out, source)
+            yield from self._until_answered(source)
+            complete = self.sent >= out.size
+            return (yield from self._answer(source, complete))
+        except (
+            urllib3.exceptions.HTTPError,
+            http.client.HTTPException,
+            OSError,
+            TimedOut,
+            ValueError,  # http.client's own, of numbers that are none
+        ) as error:
+            connecting = self.sock is None
+            self.wire.close()
+            self.wire.process.check()
+            return self._failed(error, connecting)
+        except BaseException:
+            self.wire.close()
+            raise
+
+    # --- out ------------------------------------------------------------------------------------
+
+    def _send(self, out: Outgoing, source: _Source) -> Steps[None]:
+        """Pushes as much as the socket takes, in turns with all others; ends with an answer."""
+        tokens, at = self.limits.rate, time.monotonic()
+        pace = Pace(self.limits, self.sock)
+        turn = at + TURN_SEC
+        while self.sent < out.size:
+            now = time.monotonic()
+            tokens, at = min(self.limits.rate, tokens + (now - at) * self.limits.rate), now
+            piece = out.at(self.sent)
+            if self.limits.rate:
+                piece = piece[: max(1, min(int(self.limits.rate / 4), 65536))]
+            if self.limits.rate and tokens < len(piece):
+                missing = (len(piece) - tokens) / self.limits.rate
+                wait = Wait(now + missing, self.sock.fileno(), select.POLLIN)
+            elif now > turn:
+                wait = Wait(0.0, self.sock.fileno(), select.POLLIN)
+            else:
+                got = self._push(piece)
+                if got is None:
+                    return
+                self.sent, tokens = self.sent + got, tokens - got
+                if got:
+                    continue
+                events = select.POLLIN | select.POLLOUT
+                wait = Wait(now + TICK, self.sock.fileno(), events)
+            yield self._bounded(wait)
+            turn, self.wire.sent = time.monotonic() + TURN_SEC, self.sent
+            if source.arrived():
+                return
+            self.steady = pace.check(self.sent)
+
+    def _push(self, piece: memoryview) -> int | None:
+        """How much went out; None: the connection is broken."""
+        try:
+            return int(self.sock.send(piece))
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return 0
+        except OSError as error:
+            self.broken = error
+            return None
+
+    def _until_answered(self, source: _Source) -> Steps[None]:
+        """What is still in the kernel's buffer goes out at the link's speed: that is progress."""
+        until, unsent = time.monotonic() + self.limits.answer, 1 << 40
+        while self.broken is None and not source.arrived():
+            now = time.monotonic()
+            if now >= until:
+                raise TimeoutError("no answer in time")
+            queued = unsent_bytes(self.sock)
+            if 0 < queued < unsent:
+                unsent, until = queued, now + self.limits.answer
+            yield self._bounded(Wait(min(until, now + TICK), self.sock.fileno(), select.POLLIN))
+
+    def _bounded(self, wait: Wait) -> Wait:
+        if time.monotonic() - self.started > self.limits.most:
+            raise TimeoutError("not done in time")
+        return wait
+
+    # --- in -------------------------------------------------------------------------------------
+
+    def _answer(self, source: _Source, complete: bool) -> Steps[Answer]:
+        reader = _Reader(source)
+        self.sock.setblocking(True)
+        with self._reading():
+            response = http.client.HTTPResponse(reader, method=self.method)  # type: ignore[arg-type]
+            response.begin()
+            while 100 <= response.status < 200:  # 102, 103: the answer follows
+                response = http.client.HTTPResponse(reader, method=self.method)  # type: ignore[arg-type]
+                response.begin()
+        length = response.headers.get("Content-Length", "0")
+        if not length.strip().isdecimal():  # http.client would read to the connection's end
+            raise http.client.HTTPException(f"a length that is no number: {length}")
+        text, size = bytearray(), 0
+        sink = self.sink if response.status == 200 else None
+        while size <= self.answer_max:
+            if sink is not None:
+                yield self._bounded(Wait(0.0, self.sock.fileno(), select.POLLIN))
+            with self._reading():
+                piece = response.read(min(8192, self.answer_max + 1 - size))
+            if not piece and response.length:
+                raise http.client.IncompleteRead(bytes(text))
+            if not piece:
+                break
+            size += len(piece)
+            if sink is None:
+                text += piece
+            else:
+                sink(piece)
+        whole = size <= self.answer_max
+        if response.will_close or not complete or not whole or response.length:
+            self.wire.close()  # what comes next on a connection must be the next answer
+        elif self.wire.keep:
+            self.sock.setblocking(False)
+        return self._told(response, bytes(text), whole, complete)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Ends what blocks: a byte every 0.4 s outlives a socket time-out, and a signal does not
+        end a recv (PEP 475)."""
+        left = self.started + self.limits.most - time.monotonic()
+        with self.wire.process.deadline(min(READ_SEC, left), self.wire.shut) as limit:
+            try:
+                yield
+            finally:
+                self.late = self.late or limit.expired
+        if self.late:
+            raise TimeoutError("the answer did not end in time")
+
+    def _told(
+        self, response: http.client.HTTPResponse, text: bytes, whole: bool, complete: bool
+    ) -> Answer:
+        too_long = f"an answer longer than {self.answer_max // 1024} KiB"
         return Answer(
             status=response.status,
             body=text,
@@ -2935,100 +3174,29 @@ class Wire:
             length=response.headers.get("Content-Length"),
             date=response.headers.get("Date"),
             etag=response.headers.get("ETag") or "",
-            detail="" if size <= self.answer_max else self._too_long(),
+            detail="" if whole else too_long,
             steady=self.steady,
-            complete=self._complete and size <= self.answer_max,
-            duration=time.monotonic() - started,
+            complete=complete and whole,
+            sent=self.size,
+            duration=time.monotonic() - self.started,
         )
 
-    def _sending(
-        self, body: Body, limit: Limit, patience: float, between: Callable[[], None] | None
-    ) -> Iterator[Piece]:
-        """The pieces; and, where a callback is given, the wait for the answer's first byte.
-
-        The frontend may need long to store a file: other entries go on meanwhile.
-        """
-        limit.extend(self.timeout)
-        self._complete = yield from body(limit)
-        limit.extend(patience)
-        if self.beside is not None and self._complete:
-            self._read_beside(self.beside)
-        if between is None or not self._complete:
-            return
-        poller = select.poll()
-        poller.register(self.sock.fileno(), select.POLLIN)
-        poller.register(self.process.wake_fd, select.POLLIN)
-        until, unsent = time.monotonic() + patience, 1 << 40
-        while time.monotonic() < until:
-            between()
-            queued = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
-            if 0 < int.from_bytes(queued, sys.byteorder) < unsent:  # still going out, slowly
-                unsent = int.from_bytes(queued, sys.byteorder)
-                until = time.monotonic() + patience
-                limit.extend(patience)
-            events = dict(poller.poll(TICK * 1000))
-            if events.get(self.sock.fileno()) and self.answered():
-                limit.extend(self.timeout)
-                return
-
-    def _read_beside(self, beside: Beside) -> None:
-        """Until that is all, or an answer is here; the deadline, too, ends what blocks on it."""
-        if not beside.coming():
-            return
-        poller = select.poll()
-        poller.register(beside.fileno(), select.POLLIN)
-        poller.register(self.sock.fileno(), select.POLLIN)
-        while True:
-            ready = {fd for fd, _ in poller.poll(TICK * 1000)}
-            if (self.sock.fileno() in ready and self.answered()) or not beside.coming():
-                return
-
-    def answered(self) -> bool:
-        """Whether a readable socket holds a piece of an answer."""
-        return not isinstance(self.sock, _PeekedSocket) or self.sock.arrived()
-
-    def _too_long(self) -> str:
-        return f"an answer longer than {self.answer_max // 1024} KiB"
-
-    def _read(self, response: Any, limit: Limit) -> tuple[bytes, int]:
-        """The body, or nothing of it where a sink took it; and its size."""
-        text, size, paused, began = bytearray(), 0, 0.0, time.monotonic()
-        sink = self.sink if response.status == 200 else None
-        while size <= self.answer_max:
-            piece = response.read(min(16384, self.answer_max + 1 - size))
-            if not piece:
-                break
-            size += len(piece)
-            if sink is None:
-                text += piece
-            else:
-                paused += sink(piece)
-                allowed = self.timeout + size / AUDIO_RATE + paused
-                limit.extend(began + allowed - time.monotonic())
-        # What comes next on a connection must be the next answer: not after an interim one (103),
-        # of which http.client makes an answer of its own, nor after half of anything.
-        if size > self.answer_max or not self._complete or response.status < 200:
-            response.close()
-            self.close()
-        else:
-            response.release_conn()
-        return bytes(text), size
-
-    def _failed(self, error: Exception, limit: Limit, started: float) -> Answer:
-        self.process.check()
-        met = list(causes(error))
+    def _failed(self, error: Exception, connecting: bool) -> Answer:
+        met = [*causes(error), *(causes(self.broken) if self.broken else ())]
 
         def any_of(*kinds: type[BaseException]) -> bool:
             return any(isinstance(each, kinds) for each in met)
 
         trouble = Trouble.RESET
-        ended = any_of(ssl.SSLEOFError, ssl.SSLZeroReturnError)
-        tls = any_of(ssl.SSLError, urllib3.exceptions.SSLError)
-        if self.phase == "connecting":
+        kinds = (ssl.SSLError, urllib3.exceptions.SSLError, CertificateError)
+        tls = [each for each in met if isinstance(each, kinds)]
+        hung_up = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+        if connecting:
             trouble = Trouble.TLS if tls else Trouble.UNREACHABLE
-        elif limit.expired or any_of(TimeoutError, urllib3.exceptions.TimeoutError):
+        elif self.late or any_of(TimeoutError, urllib3.exceptions.TimeoutError):
             trouble = Trouble.TIMEOUT
-        elif tls and not ended:  # under TLS 1.3 our certificate is refused after the handshake
+        elif any(not isinstance(each, hung_up) for each in tls):
+            # Under TLS 1.3 our certificate is refused after the handshake.
             trouble = Trouble.TLS
         elif any_of(http.client.HTTPException, ValueError) and not any_of(
             http.client.RemoteDisconnected, http.client.IncompleteRead, OSError
@@ -3038,8 +3206,59 @@ class Wire:
             trouble=trouble,
             detail=plain_words(error),
             steady=self.steady,
-            duration=time.monotonic() - started,
+            sent=self.size,
+            duration=time.monotonic() - self.started,
         )
+
+
+class Pace:
+    """Whether a body moves: by what the other side has taken, not by what our buffers did."""
+
+    def __init__(self, limits: Limits, sock: Any) -> None:
+        self.limits, self.sock = limits, sock
+        self._at = self._moved_at = time.monotonic()
+        self._mark = self._moved = 0
+
+    def check(self, sent: int) -> bool:
+        """True while it does; else raises."""
+        now, gone = time.monotonic(), sent - unsent_bytes(self.sock)
+        if gone > self._moved:
+            self._moved, self._moved_at = gone, now
+        least = min(self.limits.least, self.limits.rate / 2 or self.limits.least)
+        if gone - self._mark >= least * STALL_SEC:
+            self._at, self._mark = now, gone
+        if least and now - self._at > STALL_SEC:
+            raise TimeoutError(f"less than {least:g} bytes/s for {STALL_SEC:g} s")
+        if now - self._moved_at > self.limits.idle:
+            raise TimeoutError("the frontend takes nothing")
+        return now - self._moved_at < STALL_SEC
+
+
+def unsent_bytes(sock: Any) -> int:
+    """What the other side has not confirmed yet."""
+    try:
+        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(queued, sys.byteorder)
+
+
+def drive(steps: Steps[T], process: Process) -> T:
+    """Drives one generator to its end, where there is nothing else to do."""
+    while True:
+        try:
+            wait = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        process.check()
+        process.progress()
+        poller = select.poll()
+        poller.register(process.wake_fd, select.POLLIN)
+        if wait.fd >= 0:
+            poller.register(wait.fd, wait.events)
+        left = min(wait.until - time.monotonic(), process.idle_limit)
+        poller.poll(max(0.0, left) * 1000)
+        process.drain_wakeups()
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -3056,121 +3275,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 def plain_words(error: BaseException) -> str:
     inner = list(causes(error))[-1]
-    return str(getattr(inner, "strerror", "") or inner or "time is up")
-
-
-class Stream:
-    """The body of an upload: a head, the file, a tail; and the waits between its chunks."""
-
-    def __init__(
-        self, wire: Wire, ready: Ready, head: bytes, tail: bytes, rate: float,
-        between: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        self.wire, self.ready, self.head, self.tail = wire, ready, head, tail
-        self.rate = rate  # bytes a second; 0: no limit
-        self.between = between
-        self.length = len(head) + ready.size + len(tail)
-        self.sent = 0
-        self.chunk, self.chunk_max = CHUNK_FIRST, CHUNK_MAX
-        self.started = self._mark_at = time.monotonic()
-        self._mark_sent = 0
-
-    def __call__(self, limit: Limit) -> Generator[Piece, None, bool]:
-        """A generator: urllib3 2.x cannot be pushed. It runs between the pieces that go out.
-
-        On plain HTTP the kernel takes the file itself, past urllib3. Under TLS, or where it does
-        not, the file goes through a fixed buffer.
-        """
-        self.sent = self._mark_sent = 0
-        self.started = self._mark_at = time.monotonic()
-        yield self.head
-        by_kernel, buffer = not isinstance(self.wire.sock, ssl.SSLSocket), memoryview(b"")
-        self.chunk_max = SENDFILE_MAX if by_kernel else CHUNK_MAX
-        while self.sent < self.ready.size:
-            limit.extend(STALL_SEC + 5)
-            if self._early_answer():
-                return False
-            want = min(self._chunk(), self.ready.size - self.sent)
-            at = time.monotonic()
-            got = self._sendfile(want) if by_kernel else None
-            if got is None:
-                by_kernel, self.chunk_max = False, CHUNK_MAX
-                buffer = buffer or memoryview(bytearray(CHUNK_MAX))
-                got = self._fill(buffer[:want])
-                at = time.monotonic()
-                yield buffer[:got]
-            self.sent += got
-            self._learn(time.monotonic() - at)
-        yield self.tail
-        return True
-
-    def _sendfile(self, size: int) -> int | None:
-        """As much as the socket has room for; None: reading the file will tell what is wrong."""
-        fd = self.wire.sock.fileno()
-        try:
-            return os.sendfile(fd, self.ready.fd, self.sent, size) or None
-        except BlockingIOError:
-            return 0
-        except (BrokenPipeError, ConnectionResetError):
-            raise BrokenPipeError from None  # as in _Tap.send
-        except OSError:
-            # The socket's, or the file's (which may just not be of a kind that can do this)? The
-            # number does not tell: a disk too can say ETIMEDOUT. But a socket ends with it.
-            poller = select.poll()
-            poller.register(fd, 0)
-            if poller.poll(0):
-                raise
-            return None
-
-    def _fill(self, piece: memoryview) -> int:
-        try:
-            got = os.preadv(self.ready.fd, [piece], self.sent)
-        except OSError as error:
-            raise local_trouble(error, self.ready.name) from None
-        if not got:
-            raise EntryTrouble(Fate.ASIDE, "FILE_CHANGED", "the file shrank while it was sent")
-        return got
-
-    def _chunk(self) -> int:
-        if self.rate:
-            return int(min(max(self.rate / 2, CHUNK_MIN), CHUNK_MAX))
-        return min(self.chunk, self.chunk_max)
-
-    def _learn(self, took: float) -> None:
-        """A chunk is half a second's worth of what the link (or the disk) just did."""
-        if took > 0.5:
-            self.chunk = max(CHUNK_MIN, self._chunk() // 2)
-        elif took < 0.2:
-            self.chunk = min(self.chunk_max, self.chunk * 2)
-
-    def _early_answer(self) -> bool:
-        """Waits for room in the socket's buffer and for our turn; True: an answer is here."""
-        poller = select.poll()
-        poller.register(self.wire.process.wake_fd, select.POLLIN)
-        fd = self.wire.sock.fileno()
-        while True:
-            self.between(self.sent)
-            now = time.monotonic()
-            turn = self.started + self.sent / self.rate if self.rate else now
-            poller.register(fd, select.POLLIN | (select.POLLOUT if turn <= now else 0))
-            wait = TICK if turn <= now else min(TICK, turn - now)
-            events = dict(poller.poll(wait * 1000)).get(fd, 0)
-            if events & select.POLLIN and self.wire.answered():
-                return True
-            if events & (select.POLLERR | select.POLLHUP):
-                return False
-            self._check_progress(time.monotonic())
-            if events & select.POLLOUT:
-                return False
-
-    def _check_progress(self, now: float) -> None:
-        least = min(STALL_RATE, self.rate / 2) if self.rate else STALL_RATE
-        if self.sent - self._mark_sent >= least * STALL_SEC:
-            self._mark_at, self._mark_sent = now, self.sent
-        self.wire.steady = True
-        if now - self._mark_at > STALL_SEC:
-            self.wire.steady = False
-            raise TimeoutError(f"less than {least:g} bytes/s for {STALL_SEC:g} s")
+    said = getattr(inner, "verify_message", "") or getattr(inner, "strerror", "")
+    return str(said or inner or "time is up")
 
 
 def answer_patience(size: int) -> float:
@@ -3182,15 +3288,16 @@ class Frontend:
 
     def __init__(self, config: Config, process: Process) -> None:
         self.config = config
-        self.entries, self.files = Wire(config, process), Wire(config, process)
-        self.settings = Wire(config, process)
+        self.entries, self.settings = Wire(config, process), Wire(config, process)
+        # Each upload has a connection of its own: a stray second answer on a kept one would
+        # confirm the next recording.
+        self.files = Wire(config, process, keep=False)
 
     def close(self) -> None:
-        self.entries.close()
-        self.files.close()
-        self.settings.close()
+        for wire in (self.entries, self.files, self.settings):
+            wire.close()
 
-    def _headers(self, key: str, kind: str, length: int) -> dict[str, str]:
+    def _headers(self, key: str = "", kind: str = "", length: int = 0) -> dict[str, str]:
         headers = {
             "User-Agent": f"serversync/{__version__}",
             "Accept": "application/json",
@@ -3207,66 +3314,46 @@ class Frontend:
             headers["Authorization"] = f"Bearer {self.config.token}"
         return headers
 
-    def post(
-        self, body: Body, length: int, key: str, most: float = float("inf"),
-        beside: Beside | None = None,
-    ) -> Answer:  # fmt: skip
-        headers = self._headers(key, "application/json", length)
-        self.entries.beside = beside
-        self.entries.timeout = patience = min(self.config.timeout, most)
-        return self.entries.request("POST", "/api/ingest/sync", headers, body, patience, most)
+    def post(self, body: bytes, key: str, most: float = float("inf"),
+             wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
+        """Entries; an empty list asks whether the frontend lives."""
+        headers = self._headers(key, "application/json", len(body))
+        each = min(self.config.timeout, most)
+        whole = min(2 * each + len(body) / LEAST_RATE, most)
+        limits = Limits(each, each, each, whole)
+        wire = wire or self.entries
+        return wire.exchange("POST", "/api/ingest/sync", headers, [body], limits)
 
-    def upload(
-        self, entry: FileEntry, ready: Ready, rate: float, between: Callable[[int], None]
-    ) -> Answer:
+    def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
         boundary = f"serversync-{uuid.uuid4().hex}"
         head, tail = multipart(boundary, entry, ready)
-        stream = Stream(self.files, ready, head, tail, rate, between)
         kind = f"multipart/form-data; boundary={boundary}"
-        headers = self._headers(ready.key, kind, stream.length)
-        patience = answer_patience(ready.size)
-        return self.files.request(
-            "POST",
-            "/api/ingest/recording-file",
-            headers,
-            stream,
-            patience,
-            between=partial(between, ready.size),
-        )
+        headers = self._headers(ready.key, kind, len(head) + ready.size + len(tail))
+        limits = Limits(self.config.timeout, STALL_SEC, answer_patience(ready.size), rate=rate,
+                        least=STALL_RATE)  # fmt: skip
+        body: list[bytes | Part] = [head, Part(ready.fd, ready.size, ready.name), tail]
+        return self.files.exchange("POST", "/api/ingest/recording-file", headers, body, limits)
 
-    def stored_length(self, entry: FileEntry) -> Answer:
-        path = self.config.verify_path.replace("{callLogId}", entry.call_log_id or "")
-        path = path.replace("{recordingId}", entry.recording_id)
-        headers = self._headers("", "", 0)
-        return self.files.request("HEAD", path, headers, None, self.config.timeout)
+    def stored_length(self, call_log_id: str, recording_id: str) -> Steps[Answer]:
+        path = self.config.verify_path.replace("{callLogId}", call_log_id)
+        return self._ask(self.files, "HEAD", path.replace("{recordingId}", recording_id))
 
-    def get(self, path: str) -> Answer:
-        return self.entries.request(
-            "GET", path, self._headers("", "", 0), None, self.config.timeout
-        )
-
-    def setting(self, path: str, etag: str, most: float = float("inf")) -> Answer:
-        """A section of the settings; 304 when it is still that of the ETag."""
-        self.settings.answer_max, self.settings.sink = SETTINGS_MAX, None
-        return self._ask(path, self._headers("", "", 0), etag, most)
-
-    def audio(self, path: str, etag: str, sink: Sink) -> Answer:
-        """An announcement's audio, into the sink. On a fresh connection: a request on a reused one
-        may be repeated, and the sink would get the beginning twice."""
-        self.settings.close()
-        self.settings.answer_max, self.settings.sink = AUDIO_MAX, sink
-        headers = self._headers("", "", 0) | {"Accept": "audio/wav, */*"}
-        try:
-            return self._ask(path, headers, etag, float("inf"))
-        finally:
-            self.settings.sink = None
+    def get(self, path: str, etag: str = "", answer_max: int = ANSWER_MAX,
+            sink: Sink | None = None) -> Steps[Answer]:  # fmt: skip
+        """A page of the settings, or (into the sink) a file; 304 when it is still the ETag's."""
+        if sink is not None:  # a request on a kept connection may be repeated
             self.settings.close()
+        return self._ask(self.settings, "GET", path, etag, answer_max, sink)
 
-    def _ask(self, path: str, headers: dict[str, str], etag: str, most: float) -> Answer:
+    def _ask(self, wire: Wire, method: str, path: str, etag: str = "",
+             answer_max: int = ANSWER_MAX, sink: Sink | None = None) -> Steps[Answer]:  # fmt: skip
+        headers = self._headers() | ({"Accept": "*/*"} if sink else {})
         if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
             headers["If-None-Match"] = etag
-        self.settings.timeout = patience = min(self.config.timeout, most)
-        return self.settings.request("GET", path, headers, None, patience, most)
+        each = min(self.config.timeout, 10.0)
+        most = 10.0 if sink is None else each + answer_max / AUDIO_RATE
+        limits = Limits(each, each, each, most)
+        return wire.exchange(method, path, headers, (), limits, answer_max, sink)
 
 
 def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, bytes]:
@@ -3301,7 +3388,6 @@ def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, byt
 
 MARKER: Final = ".serversync-root"
 TRASH: Final = ".serversync-trash"
-PROBE: Final = ".serversync-probe-"
 META: Final = "meta.json"
 META_MAX: Final = 256 * 1024
 _OPEN_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -3317,6 +3403,7 @@ class Upload:
     directory: str
     files: list[dict[str, Any]]
     tries: int
+    root_id: str | None  # of the root at its upload
     alone: bool = False  # all else in the directory goes, too (SYNC_EXTRA_FILES=delete)
 
     @property
@@ -3390,7 +3477,7 @@ def local_trouble(error: OSError, name: str) -> EntryTrouble:
     """What an error of the disk means: a link is an attack, all else is nobody's fault."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         return EntryTrouble(Fate.DEAD, "FILE_UNSAFE", f"{name!r} is a link or no directory")
-    return EntryTrouble(Fate.ASIDE, "FILE_UNREADABLE", f"{name!r}: {error.strerror}")
+    return EntryTrouble(Fate.WAITS, "FILE_UNREADABLE", f"{name!r}: {error.strerror}")
 
 
 def read_small(folder: int, name: str, most: int) -> tuple[os.stat_result, bytes]:
@@ -3421,6 +3508,10 @@ def mount_of(fd: int) -> int:
             if line.startswith("mnt_id:"):
                 return int(line.split()[1])
     return os.fstat(fd).st_dev
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class Recordings:
@@ -3487,72 +3578,6 @@ class Recordings:
             raise self._root_missing(f"cannot write {MARKER}: {error.strerror}") from None
         return name
 
-    def probe(self, root: int) -> list[str]:
-        """What would keep this process, in its own mount namespace, from deleting here: tried for
-        real with a directory of its own, and asked of a few of the calls' ones."""
-        if os.fstatvfs(root).f_flag & os.ST_RDONLY:
-            return [
-                f"{self.path} is read-only here: by its mount, or by the unit's ReadWritePaths="
-            ]
-        try:
-            self._try_deletion(root)
-        except OSError as error:
-            why = error.strerror
-            if error.errno == errno.EXDEV:
-                why = f"its {TRASH} is on another device"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # to delete needs no room
-                return [f"nothing can be deleted in {self.path}: {why}"]
-        names = (name for name, _ in calls_on_disk(root))
-        return [why for name in islice(names, 5) if (why := self._obstacle(root, name))]
-
-    def _try_deletion(self, root: int) -> None:
-        name = PROBE + uuid.uuid4().hex
-        try:
-            trash = os.open(TRASH, _OPEN_DIR, dir_fd=root)
-        except FileNotFoundError:  # made with the first deletion, by the one who deletes
-            trash = os.dup(root)
-        try:
-            for where in (root, trash):
-                self._sweep(where)
-            os.mkdir(name, 0o700, dir_fd=root)
-            where = root
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                os.close(os.open(f"{name}/probe", flags, 0o600, dir_fd=root))
-                os.rename(name, name, src_dir_fd=root, dst_dir_fd=trash)
-                where = trash
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{name}/probe", dir_fd=where)
-                os.rmdir(name, dir_fd=where)
-        finally:
-            os.close(trash)
-
-    @staticmethod
-    def _sweep(where: int) -> None:
-        """What a probe left behind that was killed."""
-        with os.scandir(where) as entries, contextlib.suppress(OSError):
-            for entry in entries:
-                if entry.name.startswith(PROBE) and time.time() - entry.stat().st_mtime > 60:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(f"{entry.name}/probe", dir_fd=where)
-                    os.rmdir(entry.name, dir_fd=where)
-
-    @staticmethod
-    def _obstacle(root: int, name: str) -> str:
-        """Why the directory of a call could not be taken into the trash, or an empty text."""
-        above, status = os.fstat(root), os.stat(name, dir_fd=root, follow_symlinks=False)
-        us = os.geteuid()
-        who = f"{name!r} (mode {status.st_mode & 0o7777:o}, owner {status.st_uid})"
-        if status.st_dev != above.st_dev:
-            return f"{who} is on another device"
-        if above.st_mode & stat.S_ISVTX and us not in (0, above.st_uid, status.st_uid):
-            return f"{who} cannot be moved by user {us}: the recordings directory is sticky"
-        # To move a directory is to write into it: its `..` changes.
-        if not os.access(name, os.R_OK | os.W_OK | os.X_OK, dir_fd=root, effective_ids=True):
-            return f"{who} cannot be read and written by user {us}"
-        return ""
-
     # --- find, and ready? -----------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -3577,7 +3602,7 @@ class Recordings:
             files = [signature(name, status)]
             meta = self._meta(folder, files)
             if meta is None and not grace_over:
-                raise EntryTrouble(Fate.ASIDE, "NOT_READY", f"{directory}/{META} is not there yet")
+                raise EntryTrouble(Fate.WAITS, "NOT_READY", f"{directory}/{META} is not there yet")
             sent = meta if meta is not None else self._made_up_meta(entry, directory)
             text = f"{entry.seq} {entry.recording_id} {files[0]}".encode()
             key = hashlib.sha256(text + sent).hexdigest()
@@ -3595,7 +3620,7 @@ class Recordings:
     def _missing(what: str, grace_over: bool) -> Gone:
         if grace_over:
             return Gone(Fate.DEAD, "FILE_MISSING", what)
-        return Gone(Fate.ASIDE, "NOT_READY", f"{what} (yet)")
+        return Gone(Fate.WAITS, "NOT_READY", f"{what} (yet)")
 
     @staticmethod
     def _meta(folder: int, files: list[dict[str, Any]]) -> bytes | None:
@@ -3608,8 +3633,9 @@ class Recordings:
                 return None
             raise local_trouble(error, META) from None
         try:
-            json.loads(text[:META_MAX] if len(text) <= META_MAX else b"")
-        except (ValueError, RecursionError):
+            fits = text if len(text) <= META_MAX else b""
+            json.loads(fits.decode("utf-8"), parse_constant=_no_constant)
+        except (ValueError, RecursionError):  # json itself takes UTF-16, a BOM, and NaN
             if status.st_size == 0:
                 files.append(signature(META, status))
             return None
@@ -3705,6 +3731,17 @@ class Recordings:
             for name in sorted(ours):  # no room even for the trash: compared, and gone
                 if self._as_sent(folder, name, upload):
                     os.unlink(name, dir_fd=folder)
+
+    def until_quiet(self, root: int, upload: Upload, quiet: float) -> float:
+        """How long the upload's directory must still be left alone; 0 where it cannot be seen."""
+        try:
+            folder = os.open(upload.directory, _OPEN_DIR, dir_fd=root)
+        except OSError:
+            return 0.0
+        try:
+            return self._until_quiet(folder, set(os.listdir(folder)), upload.seq, quiet)
+        finally:
+            os.close(folder)
 
     def _until_quiet(self, folder: int, present: set[str], seq: int, quiet: float) -> float:
         """How long the directory must still be left alone: by its newest mtime where the clock can
@@ -3805,443 +3842,636 @@ class Recordings:
 
 
 # ==================================================================================================
-# The agent: deliveries
-# What is sent, and what becomes of it. Results are recorded only while the lock is held.
+# Jobs: what they share
+# A job does one bounded piece of work at a time; the agent's loop drives all of them. What they
+# share: results that must be written down, the endpoints' health, and a voice.
 # ==================================================================================================
 
-NESTED_SEC: Final = 3.0  # for entries between two chunks of an upload
-NESTED_EVERY: Final = 2.0
-ASK_EVERY: Final = 30.0
-PROBE_EVERY: Final = 3600.0
+
+class Job:
+    """A generator that says after each piece of work when it wants to go on."""
+
+    sentence = ""  # what a person should know of it; empty while all is well
+
+    def __init__(self) -> None:
+        self.wait = AT_ONCE
+        self._woken = False  # while it worked: it looks again before it rests
+        self.failures = 0  # in a row: it alone waits
+        self._turns: Steps[None] | None = None
+
+    def turns(self) -> Steps[None]:
+        raise NotImplementedError
+
+    def step(self, now: float, ready: Container[int]) -> None:
+        """One piece of work, if it is time for it. An error ends the generator; the next step
+        begins a new one."""
+        if self.wait.until > now and self.wait.fd not in ready:
+            return
+        if self._turns is None:
+            self._turns = self.turns()
+        try:
+            self.wait = next(self._turns)
+        except BaseException:
+            self._turns, self.wait = None, AT_ONCE
+            raise
+        self.failures = 0
+        if self._woken and not self.under_way and self.wait.until > now:
+            self._woken, self.wait = False, AT_ONCE
+
+    def put_off(self, now: float) -> None:
+        """It failed by an error of its own: the other jobs go on."""
+        self.failures += 1
+        self.wait = Wait(now + backoff(min(self.failures, 5), 1.0))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a request of its is."""
+        return self.wait.fd >= 0
+
+    def wake(self) -> None:
+        if self.under_way or self.failures or self.wait.until <= time.monotonic():
+            self._woken = True
+        else:
+            self.wait = AT_ONCE
+
+    def reload(self) -> None:
+        """Another configuration, or somebody who says: try now."""
+        self.wake()
+
+    def published(self) -> dict[str, object] | None:
+        """What the state file says of it."""
+        return None
+
+    def close(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+            self._turns, self.wait = None, AT_ONCE
 
 
-def unreadable(error: psycopg.Error) -> Verdict:
-    reason = f"PostgreSQL cannot write it out: {error}"
-    return Verdict(Fate.ASIDE, "ENTRY_UNREADABLE", reason)
+FENCED: Final = "another sender came between: a result is thrown away"
+RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is sent
 
 
-def is_of_the_data(error: psycopg.Error) -> bool:
-    """Whether one entry may be to blame: bad data, program limits, memory, time."""
-    return (error.sqlstate or "")[:2] in ("22", "54") or error.sqlstate in ("53200", "57014")
+class Ledger:
+    """Results that must be written down. One that cannot be is kept, and nothing else is sent
+    before it; but one that only waits for a lock is set aside, and the others go on."""
 
+    def __init__(self, session: Session, store: Store) -> None:
+        self.session, self.store = session, store
+        self.tries = 0
+        self._first: list[tuple[int, list[int], Callable[[], object]]] = []
+        self._aside: list[tuple[int, list[int], Callable[[], object]]] = []
+        self._aside_at = 0.0
+        self._arrived: set[int] = set()
 
-class Busy(Exception):
-    """Another agent holds the lock."""
+    def record(
+        self, seqs: Sequence[int], write: Callable[[], object], generation: int | None = None
+    ) -> None:
+        """The last thing in a step: if it fails, the loop comes back to it before anything else."""
+        generation = self.session.generation if generation is None else generation
+        self._first.append((generation, list(seqs), write))
+        self._note_skipped()
+        with contextlib.suppress(psycopg.Error, Lost):
+            self.settle()
 
+    @property
+    def stuck(self) -> bool:
+        return bool(self._first) or len(self._aside) >= RESULTS_ASIDE
 
-class Chores:
-    """What else is to be done between deliveries; here: nothing."""
-
-    wait = float("inf")  # in how many seconds there is something to do
-    sentence = ""  # what a person should know; empty while all is well
-
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-
-    def step(self, most: float = float("inf"), audio: bool = True) -> None:
-        """At most one request."""
-
-    def use(self) -> None:
-        """Another configuration."""
-
-    def published(self) -> dict[str, object]:
-        return {"trouble": None, "held": {}}
-
-
-class Agent:
-    """The one loop: holds the lock, drains entries and files, deletes, rests."""
-
-    def __init__(
-        self, config: Config, process: Process, state: StateFile, once: bool,
-        chores: Callable[[Agent], Chores] = Chores,
-    ) -> None:  # fmt: skip
-        self.config, self.process, self.state, self.is_once = config, process, state, once
-        self.db = Database(config.database_url, config.device_id, process)
-        self.frontend = Frontend(config, process)
-        self.recordings = Recordings(config.recordings_dir)
-        lanes = OUTAGE_LANES_ONCE if once else OUTAGE_LANES
-        self.entries = Endpoint("entries", config.batch_size, lanes=lanes)
-        self.files = Endpoint("files", 1, lanes=lanes)
-        self.repeats = Repeats()
-        self.tally = Tally()
-        self.interval = config.poll_interval
-        self.sentence = ""
-        self.deaths = 0
-        self.inflight = 0  # entries of the request that is under way
-        self.probed: dict[str, object] | None = None  # whether recordings can be deleted here
-        self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
-        self.waiting = False  # there are rows in failures
-        self.looked_at = "now"  # the database's time at the head of the cycle
-        self.delete_due = 0.0
-        self.prune_due = time.monotonic() + 300.0
-        self.stale_due = 0.0
-        self._unrecorded: list[tuple[int, Callable[[], object]]] = []
-        self._unverified: dict[int, tuple[str, str, Answer]] = {}
-        self._looks: dict[int, float] = {}  # when a recording was last looked at
-        self._nested_until = 0.0  # not 0: we are between two chunks of an upload
-        self._blind = False  # until the end of this upload
-        self._until = 0  # the last id of this pass
-        self._travelling: list[str] = []  # the lane of the file that is being uploaded
-        self._heard = self._heard_between = 0
-        self._looked = self._between_at = self._busy_at = 0.0
-        self._probe_due = 0.0
-        self._troubled = True  # the last sentence was of trouble: it must not stay
-        self.settings = chores(self)
-
-    # --- recording results ----------------------------------------------------------------------
-
-    def record(self, write: Callable[[], object]) -> None:
-        """Writes a result down before anything else is sent. It may take for ever."""
-        self._unrecorded.append((self.db.generation, write))
-        self.settle()
+    @property
+    def wait(self) -> float:
+        """When a result that waits for a lock is tried again."""
+        return self._aside_at if self._aside else float("inf")
 
     def settle(self) -> None:
-        """A result that cannot be recorded is kept: sending it again would not make it better."""
-        tries = 0
-        while self._unrecorded:
-            generation, write = self._unrecorded[0]
-            if generation != self.db.generation:
-                # Nor may anything go on that was read before: the whole cycle begins anew.
-                text = "another sender came between: a result is thrown away"
-                say(logging.WARNING, "fenced", text)
-                self._unrecorded.clear()
-                raise Lost(text)
+        """Raises what keeps a result from being written. It may take for ever."""
+        began = time.monotonic()
+        if self._aside and began >= self._aside_at:
+            self._first, self._aside = [*self._aside, *self._first], []
+        while self._first:
+            generation, _, write = self._first[0]
             try:
-                if not self.db.locked:
+                if generation != self.session.generation:
+                    say(logging.WARNING, "fenced", FENCED)
+                elif not self.session.locked:
                     raise Lost
-                write()
-                self._unrecorded.pop(0)
-                self.repeats.over("record")
+                else:
+                    write()
+                    self.tries = 0
+            except psycopg.Error as error:
+                if error.sqlstate in LOCKED:
+                    self._aside.append(self._first[0])
+                elif error.sqlstate:  # else it is not the database's no: a bug of ours
+                    self.tries += 1
+                    raise
             except Lost:
-                if self._nested_until:
-                    raise
-                self.hold()
-            except Exception as error:
-                if not getattr(error, "sqlstate", None):  # not the database's no: a bug of ours
-                    self._unrecorded.pop(0)
-                    raise
-                if self._nested_until:
-                    raise
-                tries += 1
-                text = f"a result cannot be recorded, nothing else is sent: {error}"
-                self.repeats.say("record", str(error), logging.ERROR, "not_recorded", text)
-                self.report(text)
-                if self.is_once and tries >= 5:
-                    raise Unavailable(text) from None
-                self.pause(backoff(min(tries, 5), random.random()))
+                raise
+            except Exception:
+                del self._first[0]
+                raise
+            del self._first[0]
+        if self._aside and began >= self._aside_at:
+            self._aside_at = time.monotonic() + max(1.0, SHARE * (time.monotonic() - began))
+        self._note_skipped()
 
-    # --- what an answer does to an endpoint -----------------------------------------------------
+    def _note_skipped(self) -> None:
+        """What is through at the frontend is not sent again while that waits to be written."""
+        self.store.skip = [seq for _, seqs, _ in (*self._first, *self._aside) for seq in seqs]
+        for seq in [seq for seq in self.store.travels if seq in self._arrived]:
+            if seq not in self.store.skip:
+                del self.store.travels[seq]
+        self._arrived &= self.store.travels.keys()
 
-    def succeeded(self, door: Endpoint, size: int) -> None:
-        if door.outage is not None:
-            lasted = time.monotonic() - door.outage.since
-            text = f"{door.name}: recovered after {lasted:.0f} s ({door.outage.code})"
-            say(logging.INFO, "recovered", text, ERROR_CODE=door.outage.code)
-            self.repeats.over(door.name)
-            door.outage = None
-            door.tried.clear()
-        self.write_asides(door)
-        if size >= door.size:
-            most = self.config.batch_size if door is self.entries else 1
-            door.size = next_size(door.size, most, door.gentle)
+    def arrived(self, seq: int) -> None:
+        """A file travels no more; but what came of it may still have to be written down."""
+        self._arrived.add(seq)
+        self._note_skipped()
 
-    def write_asides(self, door: Endpoint) -> None:
-        """Failures that no outage explains."""
-        while door.aside:
-            self._write_aside(door.aside.pop(0))
 
-    def _write_aside(self, aside: Aside) -> None:
-        self.record(partial(self.db.set_aside, aside))
-        self.waiting = True
-        self._say_failed(aside)
+OWN_OUTAGES: Final = ("ROOT_MISSING", "RATE_LIMITED")  # no success of another endpoint ends them
 
-    def heed(self, door: Endpoint, verdict: Verdict, seqs: Sequence[int]) -> Verdict:
-        """`once` waits for nothing: by its next run it would have forgotten whom to suspect."""
-        return heed(verdict, seqs, door.paused, 0 if self.is_once else PAUSES_IN_ROW)
 
-    def begin_outage(self, door: Endpoint, verdict: Verdict) -> None:
-        """What an outage showed is not written to the entries: when it ends, everything is due."""
-        now = time.monotonic()
-        before = door.outage
-        tries = before.tries + 1 if before else 1
-        wait = patience(tries, verdict.retry_after, random.random())
-        since = before.since if before else now
-        door.outage = Outage(verdict.code, verdict.reason, since, tries, now + wait)
-        for aside in door.aside:
-            remember(door.suspected, aside.seq, aside.successes)
-        door.aside.clear()
-        door.size, door.gentle = 1, False
+class Health:
+    """Whether the frontend is there: of each endpoint, and of all."""
+
+    def __init__(self, config: Config) -> None:
+        self.entries = Endpoint("entries", config.batch_size, ENTRIES_IN_ROW, config.batch_size)
+        self.files = Endpoint("files", 1, FILES_IN_ROW)
+        self.alive_at = float("-inf")  # when the empty request was answered
+        self.useless = False  # an entry got through after it was refused
+        self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
+        self.ended: list[bool] = []  # outages whose rows are to be made due: of files?
+        self.told: dict[str, Outage] = {}  # ended by a reload: said when something gets through
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, Endpoint]:
+        return self.entries, self.files
+
+    def succeeded(self, endpoint: Endpoint, number: int) -> Outage | None:
+        """A success speaks for the frontend; what only entries of one endpoint say does not end,
+        nor does what was under way end a pause that was asked for meanwhile."""
+        if time.monotonic() < self.quiet_until:
+            return None
+        ended = endpoint.succeeded(number)
+        if ended is not None:
+            self.ended.append(endpoint is self.files)
+        for other in self.endpoints:
+            if other.outage and not (other.outage.by_entries or other.outage.code in OWN_OUTAGES):
+                other.succeeded(1)
+                self.ended.append(other is self.files)
+        return ended
+
+    def is_down(self, verdict: Verdict, now: float, jitter: float) -> None:
+        """It is the frontend, not an entry: of everything."""
+        for endpoint in self.endpoints:
+            endpoint.begin_outage(verdict, now, jitter, by_entries=False)
+        if verdict.code == "RATE_LIMITED" and self.entries.outage:
+            self.quiet_until = self.entries.outage.due
+
+    def forget(self) -> None:
+        for endpoint in self.endpoints:
+            if endpoint.outage is not None:
+                self.told.setdefault(endpoint.name, endpoint.outage)
+            endpoint.forget()
+        self.alive_at, self.useless, self.quiet_until = float("-inf"), False, 0.0
+
+
+class Voice:
+    """What the agent says of itself: the unit's status, the state file, the journal."""
+
+    def __init__(self, state: StateFile, health: Health, once: bool) -> None:
+        self.state, self.health, self.once = state, health, once
+        self.repeats = Repeats()
+        self.tally = Tally()
+        self.deaths = 0
+        self.inflight = 0  # entries of the request that is under way
+        self.listening = False
+        self.sentence = ""
+        self.jobs: Sequence[Job] = ()
+        self._busy_at = 0.0
+        self._troubled = True  # the last sentence was of trouble: it must not stay
+
+    def rest(self) -> None:
+        """The sentence of what was done since the last rest; where nobody looked for entries, the
+        last one stays."""
+        outages = [(each.name, each.outage) for each in self.health.endpoints if each.outage]
+        sentence = sentence_of(self.tally, outages, time.monotonic())
+        trouble = "; ".join(job.sentence for job in self.jobs if job.sentence)
+        if any(job.failures for job in self.jobs):
+            return  # what failed was told, and stands
+        if self.tally.looked or trouble or sentence != IDLE or self._troubled:
+            self.report(f"{sentence}; {trouble}" if trouble else sentence)
+        self._troubled = bool(trouble or outages)
+        self.tally = Tally()
+
+    def report(self, sentence: str) -> None:
+        sentence = clean(sentence, MASKING.known)
+        if sentence != self.sentence:
+            log.debug("%s", sentence, extra={"EVENT": "cycle"})
+        self._show(sentence, None)
+
+    def busy(self, sentence: str, **progress: object) -> None:
+        """What is going on in the middle; at most once a second."""
+        if time.monotonic() - self._busy_at >= 1:
+            self._busy_at = time.monotonic()
+            self._show(sentence, progress)
+
+    def _show(self, sentence: str, progress: dict[str, object] | None) -> None:
+        wall = time.time() - time.monotonic()
+        outages = [
+            {"endpoint": each.name, "code": each.outage.code}
+            | {"reason": clean(each.outage.reason, MASKING.known)}
+            | {"since": wall + each.outage.since, "due": wall + each.outage.due}
+            for each in self.health.endpoints
+            if each.outage
+        ]
+        said = [told for job in self.jobs if (told := job.published()) is not None]
+        self.state.write(
+            sentence=sentence,
+            standby=sentence == STANDBY,
+            listening=self.listening,
+            inflight=self.inflight,
+            outages=outages,
+            progress=progress,
+            settings=said[0] if said else {"trouble": None, "held": {}},
+        )
+        if sentence != self.sentence and not self.once:
+            daemon.notify(f"STATUS={sentence}")
+        self.sentence = sentence
+
+    def outage(self, endpoint: Endpoint, verdict: Verdict) -> None:
+        """Told when it begins, and when its reason is another."""
+        if endpoint.outage is None:
+            return
+        wait = endpoint.outage.due - time.monotonic()
+        reason = clean(verdict.reason, MASKING.known)
         self.repeats.say(
-            door.name,
-            verdict.code,
+            endpoint.name,
+            f"{verdict.code} {verdict.status}",
             logging.WARNING,
             "outage",
-            f"{door.name}: outage, nothing is lost: {verdict.reason} (next try in {wait:.0f} s)",
+            f"{endpoint.name}: outage, nothing is lost: {reason} (next try in {wait:.0f} s)",
             ERROR_CODE=verdict.code,
             HTTP_STATUS=verdict.status,
         )
-        if speaks_for_all(verdict, tries):
-            self.quiet_until = max(self.quiet_until, now + wait)
 
-    def failed(
-        self, door: Endpoint, seq: int, verdict: Verdict, waited: float = 0.0,
-        recording_id: str | None = None,
-    ) -> tuple[str, str, Next] | None:  # fmt: skip
-        """One entry, sent alone, did not get through: dead, or set aside. Its lane and type."""
-        row = self.db.past(seq, door.name)
-        if row is None:
-            return None
-        entity_type, lane, call, tries, attempts, at_failure, age, successes, deaths = row
-        hidden = door.suspected.pop(seq, None)
-        known = [n for n in (at_failure, hidden) if n is not None]
-        past = Past(tries, attempts, max(known) if known else None, age)
-        verdict = replace(verdict, reason=clean(verdict.reason, MASKING.known))
-        retry_max, hours = self.config.retry_max, self.config.retry_hours
-        step = next_state(past, verdict, successes, deaths, retry_max, hours, random.random())
-        if step.to is Next.HELD:  # asked more and more rarely, whichever entry is asked
-            asked = door.held.get(entity_type, 0) + 1
-            remember(door.held, entity_type, asked)
-            step = replace(step, delay=backoff(asked, random.random()))
-        elif step.to is Next.DEAD:
-            door.held.pop(entity_type, None)
-        aside = Aside(seq, entity_type, lane, call, verdict, step, successes, waited, recording_id)
-        remember(door.tried, lane, None)
-        if step.to is Next.DEAD:
-            self.record(partial(self.db.bury, aside))
-            self._say_failed(aside)
-        elif step.to is Next.HELD:
-            self.record(partial(self._hold_type, aside))
-            self._say_failed(aside)
-        elif verdict.fate is Fate.SUSPECT and not step.charged:
-            door.aside.append(aside)  # an outage may still explain it
-        else:
-            self._write_aside(aside)
-        if len(door.aside) >= door.lanes:
-            self.begin_outage(door, verdict)
-        return lane, entity_type, step.to
+    def recovered(self, endpoint: Endpoint, outage: Outage) -> None:
+        lasted = time.monotonic() - outage.since
+        text = f"{endpoint.name}: recovered after {lasted:.0f} s ({outage.code})"
+        say(logging.INFO, "recovered", text, ERROR_CODE=outage.code)
+        for each in self.health.endpoints:
+            if each.outage is None:
+                self.repeats.over(each.name)
 
-    def _hold_type(self, aside: Aside) -> None:
-        self.waiting = True
-        reached = self.db.hold_type(aside)
-        if reached is not None:  # what is not held yet would be tried in this pass
-            self._until = min(self._until, reached)
-
-    def _say_failed(self, aside: Aside) -> None:
-        verdict, step, entity_type = aside.verdict, aside.step, aside.entity_type
-        self.tally.aside += step.to is not Next.DEAD
-        self.tally.dead += step.to is Next.DEAD
-        self.deaths += step.to is Next.DEAD
+    def failed(self, seq: int, past: Past, verdict: Verdict, step: Step) -> None:
+        self.tally.waiting += not step.dead
+        self.tally.dead += step.dead
+        self.deaths += step.dead
         quiet = verdict.code == "NOT_READY" and step.tries > 1
-        words = {
-            Next.WAITS: f"set aside, next try in {step.delay:.0f} s",
-            Next.DEAD: "given up: it is in serversync.dead_letters",
-            Next.HELD: f"waits: the frontend rejects everything of type {entity_type}",
-        }
+        words = f"is retried in {step.delay:.0f} s"
+        words = "given up: it is in serversync.dead_letters" if step.dead else words
         say(
             logging.DEBUG if quiet else logging.WARNING,
-            "entry_dead" if step.to is Next.DEAD else "entry_set_aside",
-            f"entry {aside.seq} ({entity_type}) {words[step.to]}: {verdict.reason}",
-            SEQ=aside.seq,
-            ENTITY_TYPE=entity_type,
-            CALL_ID=aside.call,
+            "entry_dead" if step.dead else "entry_set_aside",
+            f"entry {seq} ({past.entity_type}) {words}: {verdict.reason}",
+            SEQ=seq,
+            ENTITY_TYPE=past.entity_type,
+            CALL_ID=past.call_id,
             ERROR_CODE=verdict.code,
             HTTP_STATUS=verdict.status,
             ATTEMPT=step.attempts,
             STATUS_FROM="sending",
-            STATUS_TO="dead" if step.to is Next.DEAD else "failed",
+            STATUS_TO="dead" if step.dead else "failed",
         )
 
-    # --- passes ---------------------------------------------------------------------------------
 
-    def drain(self, door: Endpoint, one_pass: Callable[[Sequence[str], bool], int]) -> None:
-        """Passes from the lowest id on, until one sends nothing. Lower ids may appear late.
+def masked(verdict: Verdict) -> Verdict:
+    """Its reason may hold all of an answer: fit to be kept, and to be cut."""
+    return replace(verdict, reason=clean(verdict.reason, MASKING.known))
 
-        In an outage, lanes that were never tried come first, then those least recently tried:
-        three old poisonous lanes must not look like an outage for ever.
-        """
-        while not self._closed(door):
-            was_out = door.outage is not None
-            sent, dead = 0, self.tally.dead
-            for fresh, skipping in ((True, True), (False, True), (False, False)):
-                if was_out or not skipping:
-                    skip = list(door.tried) if skipping else []
-                    if not skipping:
-                        door.tried.clear()
-                    sent += one_pass(skip, fresh)
-                if was_out and (sent or self._closed(door)):
-                    break
-            if self._closed(door) or self._nested_is_over():
-                return
-            self.write_asides(door)
-            moved = sent or self.tally.dead > dead
-            if door.outage is not None and not moved:
-                # Too few lanes for an outage: each waits by its own backoff.
-                door.outage = None
-                self.repeats.over(door.name)
-            if not moved:
-                return
 
-    def _closed(self, door: Endpoint) -> bool:
-        """Nothing may be tried there now: an outage, a pause that was asked for, or a reload."""
-        undecided = self._nested_until or door.outage or door.aside
-        if self.process.reload and not undecided and not self.is_once:
-            return True
-        due = door.outage.due if door.outage else 0.0
-        return max(due, self.quiet_until) > time.monotonic()
+class Delivery(Job):
+    """What entries and files have in common: whose fault it is, and what becomes of it."""
 
-    def _nested_is_over(self) -> bool:
-        return bool(self._nested_until) and (self._blind or time.monotonic() >= self._nested_until)
+    def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
+        super().__init__()
+        self.agent, self.endpoint = agent, endpoint
+        self.store, self.voice = agent.store, agent.voice
 
-    def pass_entries(self, skip: Sequence[str], fresh: bool) -> int:
-        """One pass over the entries: how many were sent."""
-        if not self._nested_until:
-            self.settle()  # what an upload before left
-        sent = after = unread = 0
-        self._until = self.db.last()
-        most = self.config.batch_bytes - len(BODY_HEAD) - len(BODY_TAIL)
-        door = self.entries
-        was_out = door.outage is not None
+    def succeeded(self, number: int) -> None:
+        health = self.agent.health
+        told = health.told.pop(self.endpoint.name, None)
+        ended = health.succeeded(self.endpoint, number) or told
+        if ended is not None:
+            self.voice.recovered(self.endpoint, told or ended)
+        while health.ended:
+            files = health.ended.pop()
+            self.agent.ledger.record([], partial(self.store.run, END_OUTAGE, files=files))
+            (self.agent.files if files else self.agent.entries).wake()
+
+    def begin_outage(self, verdict: Verdict) -> None:
+        """Of this endpoint alone."""
+        verdict = masked(verdict)
+        self.endpoint.begin_outage(verdict, time.monotonic(), random.random(), by_entries=True)
+        self.voice.outage(self.endpoint, verdict)
+
+    def frontend_is_down(self, verdict: Verdict) -> None:
+        verdict = masked(verdict)
+        self.agent.health.is_down(verdict, time.monotonic(), random.random())
+        self.voice.outage(self.endpoint, verdict)
+
+    def is_it_the_frontend(self) -> Steps[Verdict | None]:
+        """Asks with an empty request, unless that was answered a moment ago; None: it lives."""
+        health = self.agent.health
+        now = time.monotonic()
+        if health.useless or now - health.alive_at < ALIVE_SEC or now < health.quiet_until:
+            return None
+        return (yield from self.ask())
+
+    def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
+        key = hashlib.sha256(BODY_FRAME + uuid.uuid4().bytes).hexdigest()
+        frontend, limit = self.agent.frontend, min(self.agent.config.timeout, most)
+        # On a wire of its own: a request of entries may be under way while a file fails.
+        wire = frontend.files if self.endpoint is self.agent.health.files else frontend.entries
+        answer = yield from frontend.post(BODY_FRAME, key, limit, wire)
+        if is_alive(answer):
+            self.agent.health.alive_at = time.monotonic()
+            return None
+        return classify(answer, time.time())
+
+    def failed(self, seq: int, verdict: Verdict, *, probing: bool = False, charge: bool = True,
+               counts: bool = True, recording_id: str | None = None,
+               readable: bool = True) -> None:  # fmt: skip
+        """One entry, alone, did not get through: it is given up, or waits with the reason."""
+        past = self.store.past(seq, readable)
+        if past is None:
+            return
+        config = self.agent.config
+        verdict = masked(verdict)
+        step = judge(past, verdict, config.retry_max, config.retry_hours, random.random(),
+                     probing, charge, counts)  # fmt: skip
+        if step.dead:
+            write: Callable[[], object] = partial(self.store.bury, seq, verdict, step, recording_id)
+        else:
+            out = probing or self.endpoint.outage is not None
+            write = partial(self.store.set_waiting, seq, past, verdict, step, out)
+            self.store.rows = True
+        self.agent.ledger.record([seq], write)
+        self.voice.failed(seq, past, verdict, step)
+        blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED) and not step.dead
+        if blamed and self.endpoint.failed_alone(seq) and not self.endpoint.outage:
+            self.begin_outage(verdict)
+
+    def why_unreadable(self, seq: int, error: psycopg.Error) -> Verdict:
+        if error.sqlstate in CORRUPT:
+            reason = f"its row in sync_outbox is corrupt: {error}"
+            return Verdict(Fate.WAITS, "ROW_CORRUPT", reason)
+        reason = f"PostgreSQL cannot write it out: {error}"
+        try:
+            self.store.run(WRITE_ONE, seq=seq)
+        except psycopg.Error as again:
+            if (again.sqlstate or "")[:2] in ("22", "54"):
+                return Verdict(Fate.DEAD, "ENTRY_UNREADABLE", reason)
+        return Verdict(Fate.WAITS, "ENTRY_UNREADABLE", reason)
+
+
+# ==================================================================================================
+# Entries
+# A pass by id, one retry between two batches, and in an outage one entry at a time.
+# ==================================================================================================
+
+
+def is_of_the_data(error: psycopg.Error) -> bool:
+    """Whether one entry may be to blame: bad data, program limits, memory, time, a bad disk."""
+    state = error.sqlstate or ""
+    return state[:2] in ("22", "54") or state in ("53200", "57014", *CORRUPT)
+
+
+CAREFUL: Final = 100  # entries that go one by one, until batches are tried again
+
+
+class Entries(Delivery):
+    """Sends the entries. `careful`: one by one, so that the one is found which cannot be read, or
+    which ends the session that reads it."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent, agent.health.entries)
+        self.careful = 0  # so many more
+        self.blind = False  # an upload fills the line: nothing is concluded
+        self.freed = False  # what others waited for is through, or dead
+        self.reading = 0  # the entry that is fetched alone
+        self.sending: list[int] = []
+        self.lost: dict[int, int] = {}  # how often the session was, while that was read
+
+    def wake(self) -> None:
+        outage = self.endpoint.outage
+        if outage is None or outage.by_entries:
+            super().wake()  # else a dead frontend would be asked more often
+
+    def reload(self) -> None:
+        self.blind = False
+        super().wake()
+
+    def connection_lost(self, times: int) -> None:
+        """After the second loss in a row the entries are read one by one."""
+        if times >= 2:
+            self.careful = CAREFUL
+        if self.reading:
+            remember(self.lost, self.reading, self.lost.get(self.reading, 0) + 1)
+
+    def turns(self) -> Steps[None]:
+        agent = self.agent
         while True:
-            self.process.check()
-            self.process.progress()
-            # An upload's own call waits for it: a `recording` that the frontend stores after the
-            # file, but that was written before its answer came, would undo the upload.
-            out = [*skip, *(aside.lane for aside in door.aside), *self._travelling]
-            try:
-                wanted = Wanted(after, self._until, door.size, most, tuple(out), fresh)
-                batch = self.db.fetch(wanted)
-            except psycopg.Error as error:
-                unread += 1
-                if unread > 4 or not is_of_the_data(error):
-                    raise
-                door.size, after = self._unreadable(door, after, error)
+            look = agent.look()
+            if look.waiting:
+                self.store.sweep()
+            if self.endpoint.outage is not None and look.entries:
+                yield from self._probe()
+            elif look.entries:
+                yield from self._pass()
+            else:
+                self.endpoint.outage = None
+                agent.passed(self.store.last() if look.files else 0)
+            yield AT_ONCE if self.freed else Wait(self._next_turn(look))
+            self.freed = False
+
+    def _next_turn(self, look: Look) -> float:
+        now = time.monotonic()
+        until = now + agent_interval(self.agent.config, look)
+        if self.blind:
+            return until
+        if self.endpoint.outage is not None:
+            return min(until, self.endpoint.outage.due)
+        if self.store.rows and (retry := self.store.next_retry(files=False)):
+            due = now + retry[1] + 0.01
+            until = min(until, due if self.agent.once else max(due, self.endpoint.retry_at))
+        return until
+
+    # --- a pass ---------------------------------------------------------------------------------
+
+    def _pass(self) -> Steps[None]:
+        """From the lowest id on: lower ids may appear late. What comes during it waits for the
+        next one."""
+        self.store.run(NEW_PLANS)
+        until = self.store.last()
+        after, done = 0, False
+        while not self._stopped():
+            batch = self._fetch(after, until)
+            if batch is None:
+                yield AT_ONCE
                 continue
             if not batch.seqs:
-                return sent
-            unread = 0
-            after = batch.seqs[-1]
-            steady = door.size == self.config.batch_size and not (out or was_out)
-            if steady and 0 < len(batch.body) <= AHEAD_MAX and not self._nested_until:
-                backlog = sent >= PLAN_ONCE_AFTER * door.size
-                self.db.look_ahead(replace(wanted, after=after), backlog)
-            sent += self.deliver(batch)
-            if not self._nested_until:  # a long backlog must not keep the settings waiting
-                self.settings.step(audio=False)
-            if self._closed(door) or self._nested_is_over() or (was_out and sent):
-                return sent
-
-    def _unreadable(self, door: Endpoint, after: int, error: psycopg.Error) -> tuple[int, int]:
-        """PostgreSQL cannot write out what comes next: it must not block the rest. Returns the next
-        size, and where to go on."""
-        if door.size > 1:
-            return 1, after
-        seq = self.db.next_pending(after)
-        if not seq:
-            raise error
-        self.failed(door, seq, unreadable(error))
-        return 1, seq
-
-    # --- entries --------------------------------------------------------------------------------
-
-    def deliver(self, batch: Batch) -> int:
-        """Sends a batch; one that fails in its two halves, and so on down. How many were sent."""
-        door = self.entries
-        parts = [list(range(len(batch.seqs)))]
-        known: dict[int, tuple[str, str]] = {}
-        out: set[str] = set()  # lanes and types that are left out of every further part
-        sent = 0
-        while parts:
-            self.process.check()
-            self.db.notifications()  # a session that was ended shows here: others send these now
-            picked = parts.pop()
-            if out:
-                picked = self._left(batch, picked, known, out)
-            if door.gentle and len(picked) > door.size:  # larger ones time out: that is known now
-                parts.append(picked[door.size :])
-                picked = picked[: door.size]
-            if not picked:
-                continue
-            part = batch if len(picked) == len(batch.seqs) else batch.part(picked)
-            verdict, rejected = self.send(part)
-            verdict = self.heed(door, verdict, part.seqs)
-            if verdict.fate is Fate.SENT:
-                sent += len(part.seqs) - len(rejected)
-                for seq, reason in rejected.items():
-                    refusal = Verdict(Fate.DEAD, "REJECTED", reason, verdict.status)
-                    self._leave_out(self.failed(door, seq, refusal), out)
-            elif self._nested_until and verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
-                self._blind = True  # perhaps our own upload fills the line: nothing is concluded
-            elif verdict.fate is Fate.OUTAGE:
-                self.begin_outage(door, verdict)
-            elif len(picked) > 1:
-                known = known or self.db.lanes(batch.seqs)
-                if verdict.code in ("NETWORK_TIMEOUT", "TOO_LARGE"):
-                    door.size, door.gentle = max(1, len(picked) // 2), True
-                middle = len(picked) // 2
-                parts += [picked[middle:], picked[:middle]]
-            else:
-                self._leave_out(self.failed(door, part.seqs[0], verdict), out)
-            if self._closed(door) or self._blind:
+                done = True
                 break
-        return sent
+            verdict = yield from self._deliver(batch)
+            if verdict.fate is Fate.SENT or len(batch.seqs) == 1:
+                after = batch.seqs[-1]
+            yield AT_ONCE
+            yield from self._retry()
+        if done:
+            self.careful = 0
+            self.agent.passed(until)
+            while self.agent.once and (yield from self._retry()):
+                yield AT_ONCE
+            yield from self._retry()
 
-    @staticmethod
-    def _leave_out(outcome: tuple[str, str, Next] | None, out: set[str]) -> None:
-        """Its lane; of a held type all, once three lanes spoke for it: one may be truly bad."""
-        if outcome is not None and outcome[2] is not Next.DEAD:
-            out.add(outcome[0])
-            if outcome[2] is Next.HELD:
-                times = sum(each.startswith(f"type {outcome[1]} ") for each in out)
-                out.add(f"type {outcome[1]} {times}" if times < 2 else f"type {outcome[1]}")
+    def _stopped(self) -> bool:
+        return self.endpoint.outage is not None or self.blind
 
-    def _left(
-        self, batch: Batch, picked: list[int], known: dict[int, tuple[str, str]], out: set[str]
-    ) -> list[int]:
-        """Without the lanes that wait; what is held by its type makes its lane wait, too."""
-        if not known:
-            known.update(self.db.lanes(batch.seqs))
-        left = []
-        for i in picked:
-            lane, entity_type = known.get(batch.seqs[i], ("", ""))
-            if "type " + entity_type in out:
-                out.add(lane)
-            if lane not in out:
-                left.append(i)
-        return left
-
-    def send(self, part: Batch) -> tuple[Verdict, dict[int, str]]:
-        """One request of entries; what was confirmed is recorded before anything else happens."""
-        left = max(0.5, self._nested_until - time.monotonic())
-        self.inflight = len(part.seqs)
-        if not self._nested_until:
-            done, since = self.tally.entries, time.monotonic() - self.tally.started
-            self.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
+    def _fetch(self, after: int, until: int) -> Batch | None:
+        """The next batch. None: an entry that cannot be read was found, or is looked for."""
+        config, size = self.agent.config, self.endpoint.size
+        self.reading = 0
+        if self.careful:
+            self.reading = self.store.next_id(after, until)
+            if not self.reading:
+                return Batch([], 0, b"")
+            if self._ends_sessions(self.reading):
+                return None
+            after, until, size = self.reading - 1, self.reading, 1
         try:
-            key, length, body = self._body(part)
-            most = left if self._nested_until else float("inf")
-            answer = self.frontend.post(body, length, key, most, self.db)
-        except EntryTrouble as trouble:
-            return trouble.verdict, {}
+            batch = self._fetch_in_order(after, until, size)
         except psycopg.Error as error:
             if not is_of_the_data(error):
                 raise
-            return unreadable(error), {}
-        finally:
-            self.inflight = 0
-        verdict, rejected = confirm_entries(answer, key, part.seqs, time.time())
+            if self.careful:
+                self._unreadable(self.reading, self.why_unreadable(self.reading, error))
+            elif self.endpoint.size > 1:
+                self.endpoint.size //= 2
+            if self.endpoint.size == 1:
+                self.careful = self.careful or CAREFUL
+            return None
+        self.lost.pop(self.reading, None)
+        if self.careful:
+            self.careful -= 1
+            if not batch.seqs and self.store.next_id(after, until) != self.reading:
+                return None  # it depends on another, and has its row now
+        self.reading = 0
+        if batch.seqs and not batch.body:
+            limit = human(config.entry_max_bytes)
+            reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES ({limit})"
+            self.failed(batch.seqs[0], Verdict(Fate.DEAD, "TOO_LARGE", reason))
+            return None
+        return batch
+
+    def _fetch_in_order(self, after: int, until: int, size: int) -> Batch:
+        """What was passed over gets its row first: of the same entity, later ones must wait."""
+        config = self.agent.config
+        while True:
+            batch = self.store.fetch(after, until, size, config.batch_bytes, config.entry_max_bytes)
+            last = batch.seqs[-1] if batch.seqs else until
+            if not self.store.rows or not self.store.hold_back(after, last):
+                return batch
+
+    def _ends_sessions(self, seq: int) -> bool:
+        """Three in a row were lost while it was read alone: it waits. Later one more is enough."""
+        if self.lost.get(seq, 0) < 3:
+            return False
+        reason = "the database session was lost three times while this entry was read"
+        self._unreadable(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason))
+        remember(self.lost, seq, 2)
+        self.agent.session.losses = 0  # the cause is known
+        return True
+
+    def _unreadable(self, seq: int, verdict: Verdict) -> None:
+        self.careful, self.reading = 0, 0
+        self.failed(seq, verdict, readable=verdict.fate is Fate.DEAD)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _deliver(self, batch: Batch) -> Steps[Verdict]:
+        """One request, and what follows from it."""
+        short = self._limit() < float("inf")
+        down: Verdict | None
+        verdict = yield from self._send(batch, self._limit())
         if verdict.fate is Fate.SENT:
-            digest = key if part.body else None  # see _body
-            receipt = Receipt("entries", length, key, digest, answer)
+            return verdict
+        if self._beside_upload(verdict):  # does it fill the line, or is it the entry?
+            yield AT_ONCE
+            down = yield from self.ask(BESIDE_SEC)
+            if down is not None and self._beside_upload(down):
+                self.blind = True
+                return verdict
+        alone, late = len(batch.seqs) == 1, verdict.code == "NETWORK_TIMEOUT"
+        down = verdict
+        if verdict.fate is not Fate.OUTAGE:
+            yield AT_ONCE
+            down = yield from self.is_it_the_frontend()
+        if down is not None:
+            self.frontend_is_down(down)
+            if alone and verdict.fate is not Fate.OUTAGE:
+                self.failed(batch.seqs[0], verdict, probing=True, charge=False)
+            return verdict
+        self.endpoint.hasty = self.endpoint.hasty or late
+        if alone:
+            self.failed(batch.seqs[0], verdict, charge=not (short and late))
+        else:
+            self.endpoint.failed_together(len(batch.seqs), verdict)
+        return verdict
+
+    def _limit(self) -> float:
+        if self.agent.files.travelling:
+            return BESIDE_SEC
+        return HASTY_SEC if self.endpoint.hasty else float("inf")
+
+    def _beside_upload(self, verdict: Verdict) -> bool:
+        slow = verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR")
+        return slow and self.agent.files.travelling
+
+    def _send(self, batch: Batch, most: float) -> Steps[Verdict]:
+        """One request; what was confirmed is recorded before anything else happens."""
+        agent, voice = self.agent, self.voice
+        agent.session.check()  # others may send these now
+        generation = agent.session.generation
+        done, since = voice.tally.entries, time.monotonic() - voice.tally.started
+        voice.inflight, self.sending = len(batch.seqs), batch.seqs
+        if self.endpoint.outage is None:
+            voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
+        try:
+            answer = yield from agent.frontend.post(batch.body, batch.key, most)
+        finally:
+            voice.inflight, self.sending = 0, []
+        verdict, rejected = confirm_entries(answer, batch.key, batch.seqs, time.time())
+        if len(rejected) == len(batch.seqs) == 1:  # as any other rejection
+            reason = rejected[batch.seqs[0]]
+            return Verdict(Fate.REJECTED, "REJECTED", reason, verdict.status)
+        if verdict.fate is Fate.SENT:
             outcome = "conflict_processed" if verdict.code else "sent"
-            stored = [seq for seq in part.seqs if seq not in rejected]
-            self.record(partial(self.db.confirm, stored, "entries", outcome, receipt))
-            self.succeeded(self.entries, len(part.seqs))
-            self.tally.entries += len(stored)
-            self._say_sent(part.seqs, len(stored), key, answer)
-        return verdict, rejected
+            stored = [seq for seq in batch.seqs if seq not in rejected]
+            size = len(batch.body)
+            receipt = Receipt("entries", size, batch.key, batch.key, answer, outcome)
+            agent.ledger.record(stored, partial(self.store.confirm, stored, receipt), generation)
+            if stored:
+                self.succeeded(len(batch.seqs))
+            voice.tally.entries += len(stored)
+            self._say_sent(batch, len(stored), answer)
+            for seq, reason in rejected.items():
+                self.failed(seq, Verdict(Fate.REJECTED, "REJECTED", reason, verdict.status))
+        return verdict
 
     @staticmethod
-    def _say_sent(seqs: Sequence[int], stored: int, key: str, answer: Answer) -> None:
+    def _say_sent(batch: Batch, stored: int, answer: Answer) -> None:
+        seqs = batch.seqs
         ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
         ms = round(answer.duration * 1000)
         say(
@@ -4251,119 +4481,247 @@ class Agent:
             SEQ=seqs[0],
             SEQ_LAST=seqs[-1],
             HTTP_STATUS=answer.status,
-            IDEMPOTENCY_KEY=key,
+            IDEMPOTENCY_KEY=batch.key,
             DURATION_MS=ms,
             STATUS_FROM="queued",
             STATUS_TO="sent",
         )
 
-    def _body(self, part: Batch) -> tuple[str, int, Body]:
-        """The key, the length and the pieces: from memory, or cut by PostgreSQL from one entry."""
-        if part.body:
-            text = part.body
+    # --- one alone ------------------------------------------------------------------------------
 
-            def whole(limit: Limit) -> Generator[Piece, None, bool]:
-                yield text
-                return True
-
-            return part.key, len(text), whole
-        size = part.sizes[0]
-        if size > self.config.entry_max_bytes:
-            reason = f"{human(size)} is more than SYNC_ENTRY_MAX_BYTES"
-            raise EntryTrouble(Fate.DEAD, "TOO_LARGE", reason)
-        seq = part.seqs[0]
-        digest, first = self.db.slice(seq, 0, SLICE_BYTES)
-
-        def sliced(limit: Limit) -> Generator[Piece, None, bool]:
-            yield BODY_HEAD
-            at, piece, same = 0, first, digest
-            while piece and same == digest:
-                yield piece
-                limit.extend(self.config.timeout)
-                self.process.check()
-                at += len(piece)
-                if at >= size:
-                    break
-                same, piece = self.db.slice(seq, at, SLICE_BYTES)
-            if at != size:
-                raise EntryTrouble(
-                    Fate.ASIDE, "ENTRY_CHANGED", "the entry changed while it was sent"
-                )
-            yield BODY_TAIL
-            return True
-
-        key = hashlib.sha256(f"{seq} {digest}".encode()).hexdigest()
-        return key, len(BODY_HEAD) + size + len(BODY_TAIL), sliced
-
-    # --- files ----------------------------------------------------------------------------------
-
-    def pass_files(self, skip: Sequence[str], fresh: bool) -> int:
-        """One pass over the recordings; new entries go between two of them."""
-        sent = after = 0
-        door = self.files
-        heard = self.db.notifications()
-        was_out = door.outage is not None
-        while entries := self.db.fetch_files(after, [*skip, *(a.lane for a in door.aside)], fresh):
-            handled: set[str] = set()
-            for entry in entries:
-                after = entry.seq
-                if entry.lane in handled:  # its turn comes in the next pass, with a new look
-                    continue
-                handled.add(entry.lane)
-                self.process.check()
-                self.process.progress()
-                sent += self.deliver_file(entry)
-                if was_out and sent:
-                    return sent
-                self.remove_uploaded()
-                if self.db.notifications() != heard:
-                    heard = self.db.notifications()
-                    self.drain(self.entries, self.pass_entries)
-                self.settings.step()
-                if self._closed(door):  # a pause that was asked for between two of them
-                    return sent
-        return sent
-
-    def deliver_file(self, entry: FileEntry) -> int:
-        """Uploads one recording, if it can be; 1 when it is through."""
-        self.settle()  # what an upload before left
-        now = time.monotonic()  # of our own running time, whatever the database's clock did
-        waited = entry.waited + now - self._looks.get(entry.seq, now)
-        remember(self._looks, entry.seq, now, 10_000)
-        grace_over = grace_is_over(entry.tries, waited, self.config.file_grace)
-        self._travelling = [entry.lane]
+    def _alone(self, seq: int) -> Batch | None:
+        """One entry by its seq; None: it is gone, or cannot be read."""
+        if self._ends_sessions(seq):
+            return None
+        self.reading = seq
         try:
-            verdict = self._upload(entry, grace_over)
+            batch = self.store.fetch_alone(seq, self.agent.config.entry_max_bytes)
+        except psycopg.Error as error:
+            if not is_of_the_data(error):
+                raise
+            self._unreadable(seq, self.why_unreadable(seq, error))
+            return None
+        self.lost.pop(seq, None)
+        self.reading = 0
+        if batch.seqs and not batch.body:
+            reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES"
+            self.failed(seq, Verdict(Fate.DEAD, "TOO_LARGE", reason))
+        if not batch.seqs:
+            self.store.sweep()  # somebody took it away: its row must not come up again
+        return batch if batch.body else None
+
+    def _retry(self) -> Steps[bool]:
+        """The retry that is due first, alone; whether there was one. A frontend that hangs on it
+        may have the full time: that it hangs again does not make all others hasty."""
+        now = time.monotonic()
+        if not self.store.rows or self._stopped():
+            return False
+        if now < self.endpoint.retry_at and not self.agent.once:
+            return False
+        retry = self.store.next_retry(files=False)
+        if retry is None or retry[1] > 0:
+            return False
+        deaths, sent = self.voice.deaths, False
+        batch = self._alone(retry[0])
+        if batch is not None:
+            self.endpoint.hasty = False
+            verdict = yield from self._deliver(batch)
+            sent = verdict.fate is Fate.SENT
+        self.endpoint.retried(time.monotonic(), time.monotonic() - now, sent)
+        self.freed = self.freed or sent or self.voice.deaths > deaths
+        return True
+
+    def _probe(self) -> Steps[None]:
+        """In an outage one entry goes, alone: the newest that nothing unsent precedes, else the
+        one that has waited longest. It kills nothing."""
+        endpoint, outage = self.endpoint, self.endpoint.outage
+        assert outage is not None
+        newest = self.store.last()
+        if time.monotonic() < outage.due and not (outage.by_entries and newest > endpoint.seen):
+            return
+        endpoint.seen = max(endpoint.seen, newest)
+        seq = self.store.newest_free()
+        if not seq:
+            retry = self.store.next_retry(files=False)
+            seq = retry[0] if retry else 0
+        batch = self._alone(seq) if seq else None
+        if batch is None:  # nothing was asked: another one soon
+            outage.due = max(outage.due, time.monotonic() + 1.0)
+            endpoint.outage = outage if seq or self.agent.once else None
+            return
+        verdict = yield from self._send(batch, float("inf"))
+        if verdict.fate is Fate.SENT:
+            self.freed = True
+            if not outage.by_entries and not self.agent.health.useless:
+                yield from self._doubt_the_question()
+            return
+        yield AT_ONCE
+        down = verdict if verdict.fate is Fate.OUTAGE else (yield from self.is_it_the_frontend())
+        if verdict.fate is not Fate.OUTAGE:
+            self.failed(seq, verdict, probing=True, charge=down is None, counts=down is None)
+        if down is not None:
+            self.frontend_is_down(down)
+        else:
+            self.begin_outage(verdict)
+
+    def _doubt_the_question(self) -> Steps[None]:
+        """An entry got through where the empty request was refused: is it refused all the same?"""
+        yield AT_ONCE
+        down = yield from self.ask()
+        if down and down.fate is not Fate.OUTAGE and down.code != "RATE_LIMITED":  # full for now
+            self.agent.health.useless = True
+            text = "the frontend takes entries, but no empty request: it is not asked so any more"
+            say(logging.INFO, "empty_request_refused", text)
+
+
+def agent_interval(config: Config, look: Look) -> float:
+    """How long until the next look: what the backend's settings say goes before ours. A minute at
+    most: a table that was rebuilt has lost its trigger."""
+    said = look.interval
+    usable = said is not None and 0 < said <= 86400
+    return min(max(float(said or 0), 0.1) if usable else config.poll_interval, 60.0)
+
+
+# ==================================================================================================
+# Files
+# Find, ready, stream, confirm, record. (Recordings that were uploaded are deleted further below.)
+# ==================================================================================================
+
+
+VAGUE: Final = (None, 429, 500, 502, 503, 504)  # of a page that may be there later
+
+
+class Files(Delivery):
+    """Uploads the recordings, one after the other, in turns with all other jobs."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent, agent.health.files)
+        self.trusted: bool | None = None  # what HEAD says; None: not known yet
+        self.travelling = False
+        self.reached = 0  # the last id of the last completed pass of the entries
+
+    def reload(self) -> None:
+        self.trusted = None
+        super().reload()
+
+    def turns(self) -> Steps[None]:
+        while True:
+            outage = self.endpoint.outage
+            due = outage.due if outage else 0.0
+            due = max(due, self.agent.health.quiet_until)
+            if due > time.monotonic():
+                yield Wait(due)
+                continue
+            seq, due, again = self._next()
+            if not seq:
+                if outage is not None and due == float("inf") and not self.agent.once:
+                    self.endpoint.outage = None
+                yield Wait(due)
+                continue
+            started = time.monotonic()
+            sent = yield from self._deliver(seq)
+            if again:
+                self.endpoint.retried(time.monotonic(), time.monotonic() - started, sent)
+            yield AT_ONCE
+
+    def _next(self) -> tuple[int, float, bool]:
+        """The retry that is due first, if retries have their turn; else the next one without a row.
+        When there is something to do, if there is nothing now; and whether it is a retry."""
+        agent, now = self.agent, time.monotonic()
+        out = self.endpoint.outage is not None
+        retry = self.store.next_retry(files=True) if self.store.rows else None
+        turn = agent.once or now >= self.endpoint.retry_at
+        if retry and turn and not out and retry[1] <= 0:
+            return retry[0], now, True
+        if self.reached and (seq := self.store.next_file(self.reached)):
+            return seq, now, False
+        if retry and out and (retry[1] <= 0 or retry[2]):
+            return retry[0], now, False
+        due = now + retry[1] + 0.01 if retry else float("inf")
+        return 0, due if out else max(due, self.endpoint.retry_at), False
+
+    def _deliver(self, seq: int) -> Steps[bool]:
+        """One recording; whether it is through."""
+        readable = True
+        entry: FileEntry | None = None
+        try:
+            entry = self.store.read_file(seq)
+            if entry is None:
+                self.store.sweep()  # somebody took it away: its row must not come up again
+                return True
+            if entry.waits_for is not None:
+                self._wait_for(entry)
+                return True
+            if entry.early:
+                self.reached = seq - 1
+                self.agent.entries.wake()
+                return True
+            verdict = yield from self._upload(entry)
         except Gone as trouble:
-            uploaded = entry.upload_status == "uploaded"
-            verdict = self._already_there(entry) if uploaded else trouble.verdict
+            uploaded = entry is not None and entry.upload_status == "uploaded"
+            verdict = self._already_there(seq) if uploaded else trouble.verdict
         except EntryTrouble as trouble:
             verdict = trouble.verdict
-        except (Stopping, Lost, Unavailable, Busy, psycopg.Error):
+        except psycopg.Error as error:
+            if not is_of_the_data(error):
+                raise
+            readable = False
+            verdict = self.why_unreadable(seq, error)
+        except (Stopping, Lost, Unavailable):
             raise
         except Exception:
-            log.exception("a bug: recording %s cannot be handled", entry.seq)
-            verdict = Verdict(
-                Fate.ASIDE, "UNKNOWN", "an error of serversync's own: see the journal"
-            )
+            log.exception("a bug: recording %s cannot be handled", seq)
+            reason = "an error of serversync's own: see the journal"
+            verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
         finally:
-            self._blind, self._travelling = False, []
-        verdict = self.heed(self.files, verdict, [entry.seq])
-        if verdict.fate is Fate.OUTAGE:
-            self.begin_outage(self.files, verdict)
-        elif verdict.fate is not Fate.SENT:
-            self.failed(self.files, entry.seq, verdict, waited, entry.recording_id)
-        return int(verdict.fate is Fate.SENT)
+            self.agent.arrived(seq)
+        if verdict.fate is Fate.SENT:
+            return True
+        yield from self._conclude(seq, entry, verdict, readable)
+        return verdict.code == "NOT_READY"
 
-    def _already_there(self, entry: FileEntry) -> Verdict:
+    def _conclude(
+        self, seq: int, entry: FileEntry | None, verdict: Verdict, readable: bool
+    ) -> Steps[None]:
+        """Whose fault is it? As of an entry."""
+        probing = self.endpoint.outage is not None
+        if verdict.code == "ROOT_MISSING":
+            self.begin_outage(verdict)
+            return
+        down: Verdict | None = None
+        if verdict.fate is Fate.OUTAGE:
+            down = verdict
+        elif verdict.fate in (Fate.SUSPECT, Fate.REJECTED):
+            yield AT_ONCE
+            down = yield from self.is_it_the_frontend()
+        if down is not None:
+            self.frontend_is_down(down)
+        if verdict.fate is not Fate.OUTAGE:
+            self.failed(seq, verdict, probing=probing or down is not None, charge=down is None,
+                        counts=down is None or not probing, readable=readable,
+                        recording_id=entry.recording_id if entry else None)  # fmt: skip
+        blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED)
+        if blamed and probing and down is None and self.endpoint.outage is not None:
+            self.begin_outage(verdict)
+
+    def _wait_for(self, entry: FileEntry) -> None:
+        """Its recording's entry, its call's own, or an earlier recording of the call waits."""
+        past = self.store.past(entry.seq)
+        if past is not None:
+            verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {entry.waits_for}")
+            step = Step(False, past.tries, past.attempts, 0.0, False)
+            self.store.set_waiting(entry.seq, past, verdict, step, False, entry.waits_for)
+            self.store.rows = True
+
+    def _already_there(self, seq: int) -> Verdict:
         """Its file is gone and its recording is shown as uploaded: that is what we left behind."""
-        receipt = Receipt("none", 0, "", None, Answer())
-        self.record(partial(self.db.confirm, [entry.seq], "files", "already_uploaded", receipt))
-        say(logging.INFO, "file_already_uploaded", f"recording {entry.seq} was uploaded before",
-            SEQ=entry.seq, STATUS_FROM="queued", STATUS_TO="sent")  # fmt: skip
+        receipt = Receipt("none", 0, "", None, Answer(), "already_uploaded")
+        self.agent.ledger.record([seq], partial(self.store.confirm, [seq], receipt))
+        say(logging.INFO, "file_already_uploaded", f"recording {seq} was uploaded before",
+            SEQ=seq, STATUS_FROM="queued", STATUS_TO="sent")  # fmt: skip
         return Verdict(Fate.SENT, "", "uploaded before")
 
-    def _upload(self, entry: FileEntry, grace_over: bool) -> Verdict:
+    def _upload(self, entry: FileEntry) -> Steps[Verdict]:
         """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
         for name, value in (("callLogId", entry.call_log_id), ("recordingId", entry.recording_id)):
             if not _UUID.fullmatch(value or ""):
@@ -4372,73 +4730,106 @@ class Agent:
             raise EntryTrouble(
                 Fate.DEAD, "SECOND_RECORDING", "the frontend has another recording of this call"
             )
+        agent = self.agent
+        grace_over = grace_is_over(entry.tries, entry.waited, agent.config.file_grace)
+        generation = agent.session.generation
         with (
-            self.recordings.root(self.db.root_id, self._adopt_root) as root,
-            self.recordings.opened(root, entry, grace_over) as ready,
+            agent.recordings.root(agent.session.root_id, agent.adopt_root) as root,
+            agent.recordings.opened(root, entry, grace_over) as ready,
         ):
             if ready.made_up:
                 text = f"recording {entry.seq} has no usable meta.json: sent with a minimal one"
                 say(logging.WARNING, "meta_made_up", text, SEQ=entry.seq, CALL_ID=ready.directory)
-            verdict, url, answer = self._transfer(entry, ready)
+            agent.session.check()
+            self.travelling = True
+            self.store.travels[entry.seq] = (entry.recording_id, str(entry.call_log_id))
+            while agent.entries.sending and self.store.includes(agent.entries.sending):
+                yield Wait(time.monotonic() + 0.2)
+            while (until := agent.health.quiet_until) > time.monotonic():
+                yield Wait(until)  # a pause was asked for meanwhile
+            verdict, url, answer = yield from self._transfer(entry, ready)
             if verdict.fate is not Fate.SENT:
                 return verdict
-            if not self.recordings.unchanged(ready):
-                raise EntryTrouble(Fate.ASIDE, "FILE_CHANGED", "the file changed while it was sent")
-            self._confirmed(entry, ready, verdict, url, answer)
+            if not agent.recordings.unchanged(ready):
+                raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file changed while it was sent")
+            self._confirmed(entry, ready, verdict, url, answer, generation)
             return verdict
 
-    def _adopt_root(self, root_id: str) -> None:
-        self.db.run(ADOPT_ROOT, root_id=root_id)
-        self.db.root_id = root_id
-        say(
-            logging.INFO, "root_marked", f"{self.config.recordings_dir} is the recordings directory"
+    def _transfer(self, entry: FileEntry, ready: Ready) -> Steps[tuple[Verdict, str, Answer]]:
+        """Uploads the file, and asks whether it is there."""
+        frontend, began = self.agent.frontend, time.monotonic()
+        steps = frontend.upload(entry, ready, self._rate(entry, ready))
+        while True:
+            try:
+                wait = next(steps)
+            except StopIteration as end:
+                answer: Answer = end.value
+                break
+            self._show(entry, ready, began)
+            yield wait
+        verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
+        if verdict.fate is Fate.SENT and not (yield from self._same_digest(ready, answer)):
+            verdict = classify(replace(answer, detail="it stored other bytes (sha256)"))
+        if verdict.fate is Fate.SENT and frontend.config.verify_path and self.trusted is not False:
+            look = yield from self._stored(frontend, entry, ready)
+            verdict = verdict if look.fate is Fate.SENT else look
+        return verdict, url, answer
+
+    def _show(self, entry: FileEntry, ready: Ready, began: float) -> None:
+        sent = self.agent.frontend.files.sent
+        self.voice.busy(
+            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}",
+            kind="upload",
+            seq=entry.seq,
+            bytes=min(sent, ready.size),
+            size=ready.size,
+            seconds=time.monotonic() - began,
         )
 
-    def _transfer(self, entry: FileEntry, ready: Ready) -> tuple[Verdict, str, Answer]:
-        """Uploads the file, unless that is done and only its verification failed; then verifies."""
-        key, url, answer = self._unverified.pop(entry.seq, ("", "", Answer()))
-        if key != ready.key:
-            self._looked = time.monotonic()
-            between = partial(self._between, entry, ready, time.monotonic())
-            answer = self.frontend.upload(entry, ready, self._rate(entry, ready), between)
-            verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
-            if verdict.fate is Fate.SENT and not self._same_digest(ready, answer):
-                strange = replace(answer, detail="it stored other bytes (sha256)")
-                verdict = classify(strange)
-            if verdict.fate is not Fate.SENT:
-                return verdict, "", answer
-        if self.config.verify_path and self.quiet_until > time.monotonic():
-            remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
-            pause = "the frontend asked for a pause before its copy was verified"
-            return Verdict(Fate.ASIDE, "RATE_LIMITED", pause), "", answer
-        if self.config.verify_path:
-            look = self.frontend.stored_length(entry)
-            if look.status != 200 or not (look.length or "").isdigit():
-                remember(self._unverified, entry.seq, (ready.key, url, answer), 16)
-                look = replace(look, detail=f"verification by HEAD: {look.detail}")
-                failed = classify(look, time.time())
-                fate = failed.fate if failed.fate is Fate.OUTAGE else Fate.SUSPECT
-                return replace(failed, fate=fate), "", answer
-            if int(look.length or 0) != ready.size:
-                detail = f"verification by HEAD: it has {look.length} of {ready.size} bytes"
-                return classify(replace(look, detail=detail)), "", answer
-        return Verdict(Fate.SENT, "", "confirmed", answer.status), url, answer
+    def _stored(self, frontend: Frontend, entry: FileEntry, ready: Ready) -> Steps[Verdict]:
+        """What HEAD says of the upload. Whether that can be trusted shows the first one: a page
+        that has a length for what was never uploaded tells nothing."""
+        call, recording = str(entry.call_log_id), entry.recording_id
+        look = Answer()
+        while (until := self.agent.health.quiet_until) > time.monotonic():
+            yield Wait(until)  # a pause was asked for meanwhile
+        for _ in range(3):  # an answer that tells nothing is asked for again
+            look = yield from frontend.stored_length(call, recording)
+            if look.status in (200, 404) and (look.status == 404 or (look.length or "").isdigit()):
+                break
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:  # whoever wakes this job
+                yield Wait(until)
+        if self.trusted is None:
+            nobody = str(uuid.uuid4())
+            other = yield from frontend.stored_length(nobody, nobody)
+            told = look.status == 200 and (look.length or "").isdigit()
+            if other.status == 404 and told:
+                self.trusted = True
+            elif look.status not in VAGUE and other.status not in VAGUE:
+                self.trusted = False
+                text = "the frontend has no page that tells what it has: uploads are not verified"
+                say(logging.INFO, "not_verified", f"{text} (SYNC_VERIFY_PATH)")
+        if not self.trusted:
+            return Verdict(Fate.SENT, "", "confirmed")
+        return confirm_length(look, ready.size)
 
-    def _same_digest(self, ready: Ready, answer: Answer) -> bool:
+    def _same_digest(self, ready: Ready, answer: Answer) -> Steps[bool]:
         """Compares with the digest in the answer, if there is one; most frontends give none."""
         claimed = answer.said.get("sha256")
         if claimed is None:
             return True
-        digest = hashlib.sha256()
-        os.lseek(ready.fd, 0, os.SEEK_SET)
-        while piece := os.read(ready.fd, CHUNK_MAX):
+        digest, at, turn = hashlib.sha256(), 0, time.monotonic() + TURN_SEC
+        while piece := os.pread(ready.fd, PIECE, at):
             digest.update(piece)
-            self.process.check()
-            self.process.progress()
+            at += len(piece)
+            if time.monotonic() > turn:
+                yield AT_ONCE
+                turn = time.monotonic() + TURN_SEC
         return str(claimed).lower() == digest.hexdigest()
 
     def _rate(self, entry: FileEntry, ready: Ready) -> float:
-        rate = self.config.upload_kbps * 125.0
+        rate = self.agent.config.upload_kbps * 125.0
         if rate and ready.size / rate > LIFT_LIMIT_SEC:
             say(
                 logging.WARNING,
@@ -4449,62 +4840,22 @@ class Agent:
             return 0.0
         return rate
 
-    def _between(self, entry: FileEntry, ready: Ready, began: float, sent: int) -> None:
-        """Runs between two chunks: new entries must not wait behind audio."""
-        self.process.check()
-        self.process.drain_wakeups()
-        self.process.progress()
-        now = time.monotonic()
-        if self._nested_until or now - self._between_at < 0.2:
-            return
-        self._between_at = now
-        self.busy(
-            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}",
-            kind="upload",
-            seq=entry.seq,
-            bytes=sent,
-            size=ready.size,
-            seconds=now - began,
-        )
-        if self.let_entries_through():
-            with contextlib.suppress(Lost):  # noticed by the next who asks
-                self.settings.step(NESTED_SEC, audio=False)
-
-    def let_entries_through(self) -> bool:
-        """While a file travels, either way; whether it is known that they came through."""
-        self.process.check()
-        now = time.monotonic()
-        if self._blind or self._nested_until:
-            return False
-        try:
-            heard = self.db.notifications()
-            if heard != self._heard_between or now - self._looked >= NESTED_EVERY:
-                self._heard_between, self._looked = heard, now
-                self._nested_until = now + NESTED_SEC
-                self.drain(self.entries, self.pass_entries)
-        except (Lost, psycopg.Error):
-            self._blind = True  # the database is settled after the upload
-        finally:
-            self._nested_until = 0.0
-        return not self._blind
-
-    def sees_again(self) -> None:
-        """No file travels any more."""
-        self._blind = False
-
-    def _confirmed(
-        self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
-    ) -> None:
-        receipt = Receipt(
-            "file", ready.size, ready.key, None, answer, entry.lane, entry.recording_id, url,
-            ready.directory, json.dumps(ready.files),
-        )  # fmt: skip
+    def _confirmed(self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str,
+                   answer: Answer, generation: int) -> None:  # fmt: skip
         outcome = "conflict_processed" if verdict.code else "sent"
-        self.record(partial(self.db.confirm, [entry.seq], "files", outcome, receipt))
-        self.succeeded(self.files, 1)
-        self.tally.files += 1
-        self.tally.bytes += ready.size
-        self.delete_due = min(self.delete_due, time.monotonic() + self.config.delete_after)
+        receipt = Receipt(
+            "file", ready.size, ready.key, None, answer, outcome, entry.call_log_id,
+            entry.recording_id, url, ready.directory, json.dumps(ready.files),
+        )  # fmt: skip
+
+        def write() -> None:
+            self.store.confirm([entry.seq], receipt)
+            self.agent.uploaded()  # now: it may have waited for a lock
+
+        self.agent.ledger.record([entry.seq], write, generation)
+        self.succeeded(1)
+        self.voice.tally.files += 1
+        self.voice.tally.bytes += ready.size
         say(
             logging.INFO,
             "file_uploaded",
@@ -4519,173 +4870,146 @@ class Agent:
             STATUS_TO="sent",
         )
 
-    # --- deletions ------------------------------------------------------------------------------
 
-    def remove_uploaded(self) -> None:
-        """Step 6 of a recording: deletion, from the table of confirmed uploads alone."""
-        if time.monotonic() < self.delete_due:
-            return
-        self.delete_due = float("inf")
-        after = 0
-        while uploads := self.db.uploads(after):
-            after = uploads[-1].seq
-            try:
-                with self.recordings.root(self.db.root_id, self._adopt_root) as root:
-                    for upload in uploads:
-                        self.process.check()
-                        self.process.progress()
-                        self._remove(root, upload)
-            except EntryTrouble as trouble:
-                self._delete_again(60.0)
-                text = f"uploaded recordings cannot be deleted: {trouble}"
-                self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
-                return
+# ==================================================================================================
+# Deletions
+# Step 6 of a recording, from the table of confirmed uploads alone.
+# ==================================================================================================
+
+
+class Deletions(Job):
+    """Removes what was uploaded, one recording a step."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.agent, self.store, self.repeats = agent, agent.store, agent.voice.repeats
+        self.due = 0.0
+
+    def wake(self) -> None:
+        self.due = 0.0
+        super().wake()
+
+    def uploaded(self) -> None:
+        """There is one more, to be deleted after a while."""
+        self.due = min(self.due, time.monotonic() + self.agent.config.delete_after)
+        self.wait = Wait(min(self.wait.until, self.due))
+
+    def turns(self) -> Steps[None]:
+        while True:
+            if time.monotonic() < self.due:
+                yield Wait(self.due)
+                continue
+            self.due, after = float("inf"), 0
+            while uploads := self.store.uploads(after):
+                after = uploads[-1].seq
+                for upload in uploads:
+                    if not self._try(upload):
+                        after = 1 << 62
+                        break
+                    yield AT_ONCE
+            yield Wait(self.due)
+
+    def _try(self, upload: Upload) -> bool:
+        """Whether the next one may be tried."""
+        agent = self.agent
+        try:
+            with agent.recordings.root(agent.session.root_id, agent.adopt_root) as root:
+                self._remove(root, upload)
+        except EntryTrouble as trouble:
+            self._again(60.0)
+            text = f"uploaded recordings cannot be deleted: {trouble}"
+            self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
+            return False
         self.repeats.over("root")
+        return True
 
     def _remove(self, root: int, upload: Upload) -> None:
+        agent = self.agent
+        if wait := agent.recordings.until_quiet(root, upload, agent.config.delete_after):
+            self._again(wait)
+            return
         try:
-            wanted = self._wanted(upload.directory)
-            if wanted == "pending":
+            wanted = self._wanted(upload)
+            if upload.root_id not in (None, agent.session.root_id):
+                text = f"{upload.directory}: left on the old disk, of which it was uploaded"
+                result = Removal(error=text)
+            elif wanted == "pending":
                 result = Removal(wait=60.0)
             else:
-                alone = self.config.extra_files == "delete" and not wanted
+                alone = agent.config.extra_files == "delete" and not wanted
                 upload = replace(upload, alone=alone)
-                result = self.recordings.remove(root, upload, self.config.delete_after)
+                result = agent.recordings.remove(root, upload, agent.config.delete_after)
         except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
             result = Removal(error=f"{upload.directory}: {met!r}")
         if result.done:
-            self.db.run(FORGET_UPLOAD, seq=upload.seq)
-            self.tally.removed += 1
+            self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=upload.directory)
+            agent.voice.tally.removed += 1
             self.repeats.over(f"deletion {upload.seq}")
         elif result.error:
-            error = clean(result.error, MASKING.known)
-            self.db.run(DELETION_FAILED, seq=upload.seq, error=error)
-            self._delete_again(backoff(upload.tries + 1, 1.0))
-            self.repeats.say(
-                f"deletion {upload.seq}",
-                error,
-                logging.WARNING,
-                "deletion_failed",
-                f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}",
-                SEQ=upload.seq,
-                CALL_ID=upload.directory,
-            )
+            self._failed(upload, clean(result.error, MASKING.known))
         else:
-            self._delete_again(result.wait)
+            self._again(result.wait)
 
-    def _wanted(self, directory: str) -> str:
+    def _failed(self, upload: Upload, error: str) -> None:
+        self.store.run(DELETION_FAILED, seq=upload.seq, directory=upload.directory, error=error)
+        self._again(backoff(upload.tries + 1, 1.0))
+        self.repeats.say(
+            f"deletion {upload.seq}",
+            error,
+            logging.WARNING,
+            "deletion_failed",
+            f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}",
+            SEQ=upload.seq,
+            CALL_ID=upload.directory,
+        )
+
+    def _wanted(self, upload: Upload) -> str:
         """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
-        was given up (it may be sent again: no file but those uploaded may go), nobody."""
-        for file_path, call_id, pending in self.db.rivals(directory):
+        was given up or uploaded, too (no file but those uploaded may go), nobody."""
+        for file_path, call_id, pending in self.store.rivals(upload):
             with contextlib.suppress(EntryTrouble):
-                if locate(file_path, call_id, self.config.recordings_dir)[0] == directory:
-                    return "pending" if pending else "dead"
+                where = locate(file_path, call_id, self.agent.config.recordings_dir)[0]
+                if where == upload.directory:
+                    return "pending" if pending else "others"
         return ""
 
-    def _delete_again(self, seconds: float) -> None:
-        self.delete_due = min(self.delete_due, time.monotonic() + seconds)
+    def _again(self, seconds: float) -> None:
+        self.due = min(self.due, time.monotonic() + seconds)
 
-    def _probe(self) -> None:
-        """Tries a deletion for those who ask: only this process sees its own mounts and rights."""
-        if self.is_once or time.monotonic() < self._probe_due:
-            return
-        self._probe_due = time.monotonic() + PROBE_EVERY
-        try:
-            with self.recordings.root(self.db.root_id, self._adopt_root) as root:
-                problems = self.recordings.probe(root)
-        except EntryTrouble as trouble:
-            problems = [str(trouble)]
-        self.probed = {"directory": self.config.recordings_dir, "problems": problems}
 
-    # ==============================================================================================
-    # The agent: cycle and loop
-    # Connect, lock, LISTEN, delete, drain, wait. One wait point; one sentence a cycle.
-    # ==============================================================================================
+PRUNE_AFTER: Final = 300.0  # old rows, the first time after a start
 
-    def cycle(self) -> None:
-        self.settle()
-        self.tally = Tally()
-        self._heard = self.db.notifications()  # what comes from now on wants another cycle
-        interval, entries, files, self.waiting, stored, self.looked_at = self.db.run(LOOK)[0]
-        if stored and self.delete_due == float("inf"):
-            self.delete_due = 0.0
-        usable = interval is not None and 0 < interval <= 86400
-        self.interval = max(interval, 0.1) if usable else self.config.poll_interval
-        if self.waiting and time.monotonic() >= self.stale_due:
-            self.stale_due = time.monotonic() + 60.0
-            self.db.run(DROP_STALE)
-        self.db.retry_optional()
-        self.remove_uploaded()
-        for door, pending, one_pass in (
-            (self.entries, entries, self.pass_entries),
-            (self.files, files, self.pass_files),
-        ):
-            if pending:
-                self.drain(door, one_pass)
-            else:
-                door.outage = None
-        self.remove_uploaded()
-        self.prune()
-        self._probe()
-        asked = self.settings.wait <= 0
-        self._tell(asked)
-        if asked:
-            self.settings.step()
-            self._tell(asked)
 
-    def _tell(self, asked: bool) -> None:
-        """The cycle's sentence; one that was only for the settings leaves the last one standing."""
-        outages = [door.outage for door in (self.entries, self.files) if door.outage]
-        sentence = sentence_of(self.tally, outages, time.monotonic())
-        trouble = self.settings.sentence
-        if not asked or trouble or sentence != IDLE or self._troubled:
-            self.report(f"{sentence}; {trouble}" if trouble else sentence)
-        self._troubled = bool(trouble or outages)
+class Housekeeping(Job):
+    """Old rows, and what a rebuilt table has lost."""
 
-    def report(self, sentence: str) -> None:
-        """The sentence of a cycle: the unit's status, the state file, and (debug) the journal."""
-        sentence = clean(sentence, MASKING.known)
-        if sentence != self.sentence:
-            log.debug("%s", sentence, extra={"EVENT": "cycle"})
-        self._show(sentence, None)
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.agent = agent
+        self.prune_due = time.monotonic() + PRUNE_AFTER
+        self.optional_due = 0.0
+        self.lacking = False  # the index or the trigger
 
-    def busy(self, sentence: str, **progress: object) -> None:
-        """What is going on in the middle of a cycle; at most once a second."""
-        if time.monotonic() - self._busy_at >= 1:
-            self._busy_at = time.monotonic()
-            self._show(sentence, progress)
+    def turns(self) -> Steps[None]:
+        while True:
+            now, days = time.monotonic(), self.agent.config.retention_days
+            if self.lacking and now >= self.optional_due:
+                self.optional_due = now + 60.0
+                if not self.agent.session.make_optional():
+                    say(logging.INFO, "recovered", "index and NOTIFY trigger are there now")
+            prunes = days and not self.agent.once
+            if prunes and now >= self.prune_due:
+                self._prune(days)
+            yield Wait(self.prune_due if prunes else now + 86400.0)
 
-    def _show(self, sentence: str, progress: dict[str, object] | None) -> None:
-        wall = time.time() - time.monotonic()
-        outages = [
-            {"endpoint": door.name, "code": door.outage.code, "reason": door.outage.reason}
-            | {"since": wall + door.outage.since, "due": wall + door.outage.due}
-            for door in (self.entries, self.files)
-            if door.outage
-        ]
-        self.state.write(
-            sentence=sentence,
-            standby=sentence == STANDBY,
-            listening=self.db.locked,
-            inflight=self.inflight,
-            outages=outages,
-            progress=progress,
-            recordings=self.probed,
-            settings=self.settings.published(),
-        )
-        if sentence != self.sentence and not self.is_once:
-            daemon.notify(f"STATUS={sentence}")
-        self.sentence = sentence
-
-    def prune(self) -> None:
+    def _prune(self, days: float) -> None:
         """Once a day, in chunks; an unprocessed row never, however old."""
-        if time.monotonic() < self.prune_due or not self.config.retention_days or self.is_once:
-            return
+        repeats = self.agent.voice.repeats
         try:
-            gone = self.db.run(PRUNE, days=self.config.retention_days)[0]
+            gone = self.agent.store.run(PRUNE, days=days)[0]
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
-            self.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
+            repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
             gone = (0, 0, 0)
         self.prune_due = time.monotonic() + (1.0 if any(gone) else 86400.0)
         if any(gone):
@@ -4694,87 +5018,191 @@ class Agent:
             )
             say(logging.INFO, "pruned", text)
 
+
+# ==================================================================================================
+# The agent
+# Connect, lock, LISTEN; every job has its turn; one wait point.
+# ==================================================================================================
+
+STANDBY: Final = "standby: another agent holds the lock"
+
+
+class Agent:
+    """Holds the lock, and gives every job its turn."""
+
+    def __init__(
+        self, config: Config, process: Process, state: StateFile, once: bool,
+        more: Sequence[Callable[[Agent], Job]] = (),
+    ) -> None:  # fmt: skip
+        self.config, self.process, self.once = config, process, once
+        self.session = Session(config.database_url, config.device_id, process)
+        self.store = Store(self.session)
+        self.ledger = Ledger(self.session, self.store)
+        self.frontend = Frontend(config, process)
+        self.recordings = Recordings(config.recordings_dir)
+        self.health = Health(config)
+        self.voice = Voice(state, self.health, once)
+        self.untried = True  # somebody said: try now
+        self.entries, self.files = Entries(self), Files(self)
+        self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
+        jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
+        self.jobs: list[Job] = [*jobs, self.housekeeping]
+        self.voice.jobs = self.jobs
+
+    # --- what the jobs tell each other ----------------------------------------------------------
+
+    def look(self) -> Look:
+        """What there is to do; wakes whom that concerns."""
+        look = self.store.look()
+        self.voice.tally.looked = True
+        self.store.rows = look.waiting
+        if look.uploads and self.deletions.due == float("inf"):
+            self.deletions.wake()
+        self.housekeeping.lacking = not (look.index and look.trigger)
+        if self.housekeeping.lacking:
+            self.housekeeping.wake()
+        return look
+
+    def passed(self, until: int) -> None:
+        """A pass of the entries is complete: recordings up to this id may go."""
+        self.files.reached = until
+        if until:
+            self.files.wake()
+
+    def arrived(self, seq: int) -> None:
+        """No file travels any more: what waited for its end goes on."""
+        if self.files.travelling:
+            self.files.travelling = False
+            self.ledger.arrived(seq)
+            self.entries.reload()
+
+    def uploaded(self) -> None:
+        self.deletions.uploaded()
+
+    def adopt_root(self, root_id: str) -> None:
+        self.session.run(ADOPT_ROOT, root_id=root_id)
+        self.session.root_id = root_id
+        text = f"{self.config.recordings_dir} is the recordings directory"
+        say(logging.INFO, "root_marked", text)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def turn(self, ready: Container[int] = ()) -> None:
+        """Every job has its turn; what was confirmed is written down before anything else."""
+        if self.session.news():
+            self.entries.wake()
+        for job in self.jobs:
+            self.process.check()
+            self.process.progress()
+            self.ledger.settle()
+            if self.ledger.stuck:
+                return
+            try:
+                job.step(time.monotonic(), ready)
+            except (Stopping, Lost, ConfigError):
+                raise
+            except Exception as error:
+                if self.once:
+                    raise
+                self._met(error, 0)
+                job.put_off(time.monotonic())
+                if not self.session.locked:
+                    raise Lost from None
+
+    def idle(self) -> bool:
+        now = time.monotonic()
+        resting = all(not job.under_way and job.wait.until > now for job in self.jobs)
+        return resting and not self.files.travelling and self.ledger.wait == float("inf")
+
+    def rest(self) -> set[int]:
+        """The one wait point: the database's socket, those of the requests under way, and signals
+        through the wake-up pipe. Returns what is ready."""
+        now = time.monotonic()
+        waits = [self.ledger.wait]
+        if not self.ledger.stuck:
+            waits += [job.wait.until for job in self.jobs]
+        wait = min(waits) - now
+        if wait > 0:
+            wait = min(wait, self.process.idle_limit, self.state_wait())
+            wait = min(wait, self.session.ask_silent_peer())
+        poller = select.poll()
+        poller.register(self.process.wake_fd, select.POLLIN)
+        if self.session.fd >= 0:
+            poller.register(self.session.fd, select.POLLIN)
+        for job in [] if self.ledger.stuck else self.jobs:
+            if job.under_way:
+                poller.register(job.wait.fd, job.wait.events)
+        ready = {fd for fd, _ in poller.poll(max(0.0, wait) * 1000 + (wait > 0))}
+        if self.process.wake_fd in ready:
+            self.process.drain_wakeups()
+        return ready
+
+    def state_wait(self) -> float:
+        self.voice.state.flush()
+        return self.voice.state.wait()
+
     def hold(self) -> None:
         """Returns with the connection made and the lock held, however long that takes."""
-        tries, held = 0, self.db.locked
-        while not self.db.locked:
+        tries, held, repeats = 0, self.session.locked, self.voice.repeats
+        generation = self.session.generation
+        while not self.session.locked:
             self.process.check()
             try:
-                if self.db.conn is None:
-                    self.db.connect()
-                if self.db.take_lock():
+                if self.session.conn is None:
+                    self.session.connect()
+                if self.session.take_lock():
                     break
-                if self.is_once:
+                if self.once:
                     raise Busy
-                self.repeats.say("lock", "standby", logging.INFO, "standby", STANDBY)
-                self.report(STANDBY)
+                repeats.say("lock", "standby", logging.INFO, "standby", STANDBY)
+                self.tell(STANDBY)
                 self.pause(2.0)
             except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
-                self.db.close()
-                if isinstance(error, ConfigError) and not self.db.epoch:
+                self.session.close()
+                if isinstance(error, ConfigError) and not self.session.epoch:
                     raise  # later it is a state: a restore may be under way
                 text = clean(" ".join(str(error).split()), MASKING.known)
-                if self.is_once:
+                if self.once:
                     raise Unavailable(text) from None
                 tries += 1
-                self.repeats.say("database", text, logging.WARNING, "database_outage", text)
-                self.report(text)
-                self.pause(min(0.25 * 2**tries, 15.0) * (0.5 + random.random() / 2))
+                repeats.say("database", text, logging.WARNING, "database_outage", text)
+                self.tell(text)
+                self.pause(min(0.25 * 2 ** min(tries, 6), 15.0) * (0.5 + random.random() / 2))
+        self.voice.listening = True
+        if self.session.generation != generation:  # the rows may be others
+            if any(job.under_way for job in self.jobs):
+                say(logging.WARNING, "fenced", FENCED)
+            for job in self.jobs:
+                job.close()
         if not held:
-            self.delete_due = 0.0
-        if self.repeats.over("database") or self.repeats.over("lock"):
+            self.taken()
+        if repeats.over("database") or repeats.over("lock"):
             say(logging.INFO, "recovered", "the database is there, and the lock is ours")
+
+    def taken(self) -> None:
+        """The lock is ours (again): everything is looked at anew."""
+        self.files.reached, self.store.rows = 0, True
+        for job in self.jobs:
+            job.wake()
+        self.entries.reload()
+
+    def tell(self, sentence: str) -> None:
+        self.voice.listening = self.session.locked
+        self.voice.report(sentence)
 
     def pause(self, seconds: float) -> None:
         """A wait for a state to change; signals end it."""
-        with contextlib.suppress(Lost):
-            self._wait(seconds, deaf=True)
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self.process.reload:
+            self.process.check()
+            self.process.progress()
+            poller = select.poll()
+            poller.register(self.process.wake_fd, select.POLLIN)
+            poller.poll(min(left, self.process.idle_limit, self.state_wait()) * 1000 + 1)
+            self.process.drain_wakeups()
         self.process.check()
         if self.process.reload:
             self.reload()
-
-    def rest(self) -> None:
-        """The wait at the end of a cycle: until something is due, or comes."""
-        now = time.monotonic()
-        waits = [self.interval, self.delete_due - now, self.db.optional_due - now]
-        waits += [self.prune_due - now] if self.config.retention_days else []
-        waits += [self.settings.wait]
-        quiet = self.quiet_until
-        waits += [max(d.outage.due, quiet) - now for d in (self.entries, self.files) if d.outage]
-        waits += [quiet - now] if quiet > now else []
-        if self.waiting:
-            due = self.db.run(NEXT_DUE, since=self.looked_at)
-            waits += [due[0][0] + 0.01] if due else []
-        # In an outage a NOTIFY does not shorten the wait: a dead frontend is not asked more often.
-        self._wait(min(waits), deaf=self._closed(self.entries))
-
-    def _wait(self, seconds: float, deaf: bool) -> None:
-        """The one wait point: the database's socket, and signals through the wake-up pipe."""
-        until = time.monotonic() + max(0.0, seconds)
-        while not self.process.stop_at and not self.process.reload:
-            self.process.progress()
-            if self.db.notifications() != self._heard and not deaf:
-                return
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            poller = select.poll()
-            poller.register(self.process.wake_fd, select.POLLIN)
-            if self.db.conn is not None:
-                poller.register(self.db.conn.fileno(), select.POLLIN)
-            self.state.flush()
-            wait = min(left, self.process.idle_limit, self.state.wait())
-            if self.db.locked and not self.db.local:
-                wait = min(wait, self._ask_silent_peer())
-            poller.poll(wait * 1000 + 1)
-            self.process.drain_wakeups()
-
-    def _ask_silent_peer(self) -> float:
-        """A TCP peer that went silent is only noticed by asking, every half minute."""
-        now = time.monotonic()
-        if now - self.db.used >= ASK_EVERY:
-            self.db.run("select 1")
-        return self.db.used + ASK_EVERY - now
 
     def reload(self) -> None:
         """SIGHUP: a good configuration takes over, a bad one is refused with its reasons."""
@@ -4792,54 +5220,57 @@ class Agent:
     reread: Callable[[], Config]
 
     def _use(self, config: Config) -> None:
+        """All that is remembered of an outage is forgotten: perhaps this was the cure. What is
+        under way goes on with what it began with."""
         frontend = Frontend(config, self.process)  # the one that can fail, by its TLS files
         configure_logging(config)
-        self.db.use(config.database_url, config.device_id)
-        self.frontend.close()
-        self.frontend = frontend
+        self.session.use(config.database_url, config.device_id)
+        self.frontend, self.config = frontend, config
         self.recordings = Recordings(config.recordings_dir)
-        self.config = config
-        self.entries.size = min(self.entries.size, config.batch_size)
-        if not self.entries.outage:
-            self.entries.size = config.batch_size
-        for door in (self.entries, self.files):
-            if door.outage:
-                door.outage.due = 0.0  # perhaps this was the cure
-        self.delete_due = 0.0
-        self.settings.use()
+        self.health.entries.most = config.batch_size
+        self.try_now()
+        for job in self.jobs:
+            job.reload()
+
+    def try_now(self) -> None:
+        """Every outage and pause ends, and what waits for its time is due."""
+        self.health.forget()
+        for endpoint in self.health.endpoints:
+            self.voice.repeats.over(endpoint.name)
+        self.untried = not self.session.locked  # then as soon as it is
+        if self.session.locked:
+            self.ledger.record([], partial(self.session.run, MAKE_DUE))
 
     def serve(self) -> int:
         """`run`: until a signal asks for the end."""
         daemon.notify("READY=1")
         say(logging.INFO, "started", f"serversync {__version__} started")
-        tries = 0
+        tries, wait = 0, 0.0
+        ready: set[int] = set()
         while True:
             try:
-                self.process.check()
-                if tries:
-                    self.pause(backoff(min(tries, 5), 1.0))
-                self.hold()
-                self.cycle()
-                self.rest()
-                tries = 0
+                if wait:  # once a failure, not before each turn until all is at rest
+                    seconds, wait = wait, 0.0
+                    self.pause(seconds)
+                if not self.session.locked:
+                    self.hold()
+                if self.untried:
+                    self.try_now()
+                self.turn(ready)
+                if self.idle():
+                    self._come_to_rest()
+                    tries = 0
+                ready = self.rest()
                 if self.process.reload:
                     self.reload()
             except Stopping:
                 break
-            except Lost as error:
-                text = f"the database connection is lost: {clean(str(error), MASKING.known)}"
-                self.repeats.say("database", "lost", logging.WARNING, "database_lost", text)
             except ConfigError:
                 raise
             except Exception as error:
-                tries += 1
-                text = f"a cycle failed, and is tried again: {error!r}"
-                self.repeats.say(
-                    "cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True
-                )
-                self.report(f"a cycle failed: {error!r}")
-                if getattr(error, "sqlstate", None) in ("3F000", "42P01"):
-                    self.db.close()  # our schema is gone (a restore?): made anew with the lock
+                tries = self._met(error, tries)
+                wait = backoff(min(tries, 5), 1.0) if tries else 0.0
+        self._finish()
         daemon.notify("STOPPING=1\nSTATUS=stopped")
         say(logging.INFO, "stopped", "stopped; what is pending waits in the outbox")
         self.close()
@@ -4847,12 +5278,78 @@ class Agent:
             signal.signal(number, signal.SIG_IGN)  # while Python ends, they would kill
         return EX_OK
 
-    def once(self) -> int:
-        """`once`: drains what is due, and says by its exit code how that went."""
+    def _come_to_rest(self) -> None:
+        self.session.losses = 0
+        self.voice.rest()
+
+    def _met(self, error: Exception, tries: int) -> int:
+        """What ended a turn: said, and how often it was in a row."""
+        repeats = self.voice.repeats
+        if isinstance(error, Lost):
+            self.session.losses += 1
+            self.entries.connection_lost(self.session.losses)
+            self.voice.listening = False
+            text = f"the database connection is lost: {clean(str(error), MASKING.known)}"
+            repeats.say("database", "lost", logging.WARNING, "database_lost", text)
+            return self.session.losses - 1
+        if self.ledger.tries:
+            text = f"a result cannot be recorded, nothing else is sent: {error}"
+            repeats.say("record", str(error), logging.ERROR, "not_recorded", text)
+            self.tell(text)
+            return self.ledger.tries
+        if isinstance(error, psycopg.errors.LockNotAvailable):  # a migration, a VACUUM FULL
+            text = "somebody has locked a table of the database: nothing is sent until that ends"
+            repeats.say("locked", "", logging.WARNING, "database_locked", text)
+            self.tell(text)
+            return 1
+        text = f"a cycle failed, and is tried again: {error!r}"
+        repeats.say("cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True)
+        self.tell(f"a cycle failed: {error!r}")
+        if getattr(error, "sqlstate", None) in ("3F000", "42P01", "42883"):
+            self.session.close()  # our schema is gone (a restore?): made anew with the lock
+        return tries + 1
+
+    def _finish(self) -> None:
+        """What is under way may still end by itself, for a moment."""
+        until = time.monotonic() + STOP_GRACE
+        stop, self.process.stop_at = self.process.stop_at, None
         try:
-            self.hold()
-            self.cycle()
-            unfinished = self.db.run(UNFINISHED)[0][0]
+            while self.entries.under_way and (left := until - time.monotonic()) > 0:
+                poller = select.poll()
+                poller.register(self.entries.wait.fd, self.entries.wait.events)
+                poller.poll(left * 1000)
+                self.entries.step(float("inf"), ())
+        except (Lost, Unavailable, Stopping, psycopg.Error):
+            pass
+        finally:
+            self.process.stop_at = stop
+
+    def _drain(self) -> None:
+        """Until there is nothing to do at once. A result that waits for a lock is waited for, but
+        not for ever."""
+        ready: set[int] = set()
+        until = float("inf")
+        while True:
+            try:
+                if not self.session.locked:
+                    self.hold()
+                    self.store.before = self.store.before or self.session.run("select now()")[0][0]
+                self.turn(ready)
+                if self.idle() or time.monotonic() > until:
+                    return
+                waits = self.ledger.wait < float("inf")
+                until = min(until, time.monotonic() + 30) if waits else float("inf")
+                ready = self.rest()
+            except Lost as error:
+                if self._met(error, 0) >= 5:
+                    raise
+
+    def run_once(self) -> int:
+        """`once`: delivers what is due, and says by its exit code how that went."""
+        try:
+            self._drain()
+            unfinished = self.session.run(UNFINISHED)[0][0]
+            self.voice.rest()
         except Busy:
             say(logging.WARNING, "busy", "another agent holds the lock: try later")
             return EX_TEMPFAIL
@@ -4864,19 +5361,23 @@ class Agent:
             return EX_TEMPFAIL
         finally:
             self.close()
-        say(logging.INFO, "done", self.sentence)
-        if any(d.outage and d.outage.code != "ROOT_MISSING" for d in (self.entries, self.files)):
+        say(logging.INFO, "done", self.voice.sentence)
+        outages = [each.outage for each in self.health.endpoints if each.outage]
+        if any(outage.code != "ROOT_MISSING" for outage in outages):
             return EX_UNAVAILABLE
-        if self.deaths:
+        if self.voice.deaths:
             return EX_PERSON
         return EX_TEMPFAIL if unfinished else EX_OK
 
     def close(self) -> None:
+        for job in self.jobs:
+            job.close()
         self.frontend.close()
-        self.db.close()
+        self.session.close()
 
 
-STANDBY: Final = "standby: another agent holds the lock"
+class Busy(Exception):
+    """Another agent holds the lock."""
 
 
 # ==================================================================================================
@@ -4967,10 +5468,6 @@ def settings_answer(name: str, answer: Answer) -> dict[str, Any]:
     if not isinstance(said.get(key), list):
         raise NotNow(classify(replace(answer, detail=f"it has no list {key!r}")))
     return dict(said)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def fit(value: Any) -> Any:
@@ -5444,8 +5941,7 @@ def hold_on(known: Known, counts: Mapping[str, int], elapsed: float) -> tuple[bo
 # it: a row that is as it should be is not touched, and gets no new id.
 # ==================================================================================================
 
-# The backend's tables that are there (ours of that name stand in for one), and the rights on them
-# that this role lacks. No lock.
+# The backend's tables that are there, and the rights on them that this role lacks. No lock.
 SETTINGS_TABLES: Final = """
 select t.name, c.oid is not null, array(
     select r.name from unnest(t.rights) r (name) where not has_table_privilege(c.oid, r.name)
@@ -5461,7 +5957,6 @@ from (values ('registered_numbers', '{select,insert,update}'::text[]),
              ('ivr_nodes', '{select,insert,update,delete}'),
              ('ivr_transitions', '{select,insert,update,delete}')) t (name, rights)
 left join pg_class c on c.oid = to_regclass(t.name)
-                    and c.relnamespace is distinct from to_regnamespace('serversync')
 """
 # What is known of each section. (Read at the beginning of a pull: `pulls` tells at its end whether
 # another one came between.)
@@ -5474,7 +5969,7 @@ SETTINGS_LOCK: Final = """
 select coalesce(max(pulls), 0) from (select pulls from serversync.settings for update) s
 """
 # How long a merge may wait for the backend, and take: calls go on meanwhile.
-SETTINGS_BOUNDS: Final = "set local lock_timeout = '1s'; set local statement_timeout = '8s'"
+SETTINGS_BOUNDS: Final = "set local lock_timeout = '400ms'; set local statement_timeout = '8s'"
 SETTINGS_SAME: Final = """
 update serversync.settings set pulled_at = now(), pulls = pulls + 1
 """
@@ -5783,7 +6278,7 @@ update serversync.audio_files set fetched = null, etag = null, next_attempt_at =
 where name = any (%(names)s)
 """
 
-Session = Callable[[], contextlib.AbstractContextManager["psycopg.Connection[Any]"]]
+Connect = Callable[[], contextlib.AbstractContextManager["psycopg.Connection[Any]"]]
 
 
 @dataclass(frozen=True)
@@ -5835,7 +6330,7 @@ REMARKS_MAX: Final = 100
 class SettingsStore:
     """The tables, by the agent's connection or a person's; one method a statement."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Connect) -> None:
         self.session = session
 
     def run(self, sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
@@ -5873,7 +6368,7 @@ class SettingsStore:
             conn.execute(SETTINGS_BOUNDS)
             if conn.execute(SETTINGS_LOCK).fetchall()[0][0] != pulls:
                 text = "another pull came between: this one begins anew"
-                raise NotNow(Verdict(Fate.ASIDE, "OVERTAKEN", text))
+                raise NotNow(Verdict(Fate.WAITS, "OVERTAKEN", text))
             work(conn)
 
     def merge(self, conn: psycopg.Connection[Any], outcome: Outcome, missing: Mapping[str, str],
@@ -5941,11 +6436,11 @@ class Pull:
         self.bodies: dict[str, bytes] = {}
         self.found: dict[str, str] = {}
 
-    def fetch(self, most: float = float("inf")) -> bool:
+    def fetch(self) -> Steps[bool]:
         """One request; True when that was the last one. NotNow: the frontend gives none."""
         name = self.todo[0]
         etag = self.etags.get(name, "")
-        answer = self.frontend.setting(SOURCES[name][0], etag, most)
+        answer = yield from self.frontend.get(SOURCES[name][0], etag, SETTINGS_MAX)
         if answer.status == 304 and etag:
             self.same.append(name)
         else:
@@ -6055,18 +6550,16 @@ class AudioFile:
 class Download:
     """The file on its way: written under another name, counted, its digest taken."""
 
-    def __init__(self, folder: int, between: Callable[[], object]) -> None:
-        self.folder, self.between = folder, between
+    def __init__(self, folder: int) -> None:
+        self.folder = folder
         self.name = TEMPORARY + uuid.uuid4().hex
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.name, flags, 0o644, dir_fd=folder)
         self.size = 0
         self.head = b""
         self.digest = hashlib.sha256()
-        self.paused = 0.0
 
-    def take(self, piece: bytes) -> float:
-        """A piece; returns for how long others had their turn."""
+    def take(self, piece: bytes) -> None:
         if len(self.head) < 12:
             self.head = (self.head + piece)[:12]
         self.size += len(piece)
@@ -6077,9 +6570,6 @@ class Download:
                 rest = rest[os.write(self.fd, rest) :]
         except OSError as error:
             raise AudioTrouble(f"it cannot be written: {error.strerror}") from None
-        before = time.monotonic()
-        self.between()
-        return time.monotonic() - before
 
     def check(self) -> None:
         """RIFF….WAVE, and as long as it says of itself."""
@@ -6195,7 +6685,7 @@ class Audio:
         if gone := self.files.missing(names):
             self.store.run(AUDIO_LOST, names=gone)
 
-    def handle(self, file: AudioFile, between: Callable[[], object]) -> None:
+    def handle(self, file: AudioFile) -> Steps[None]:
         """One file, at most one request. AudioTrouble: this one not; NotNow: none."""
         with self.files.folder() as folder:
             if file.unwanted:
@@ -6204,7 +6694,7 @@ class Audio:
             ours = self.files.is_ours(folder, file.name, file.files)
             if ours is False:
                 raise AudioTrouble(STRANGER)
-            self._fetch(folder, file, bool(ours), between)
+            yield from self._fetch(folder, file, bool(ours))
 
     def failed(self, file: AudioFile, reason: str) -> str:
         """It waits; returns why, as it is stored."""
@@ -6213,14 +6703,12 @@ class Audio:
         self.store.run(AUDIO_FAILED, name=file.name, error=error, wait=wait)
         return error
 
-    def _fetch(
-        self, folder: int, file: AudioFile, there: bool, between: Callable[[], object]
-    ) -> None:
+    def _fetch(self, folder: int, file: AudioFile, there: bool) -> Steps[None]:
         etag = file.etag if there else None
-        download = Download(folder, between)
+        download = Download(folder)
         try:
             path = AUDIO_URL + quote(file.name)
-            answer = self.frontend.audio(path, etag or "", download.take)
+            answer = yield from self.frontend.get(path, etag or "", AUDIO_MAX, download.take)
             if answer.status == 304 and etag:
                 self._done(file, file.files, etag, "is as it was")
                 return
@@ -6272,27 +6760,28 @@ class Audio:
 
 # ==================================================================================================
 # Settings pull: in the agent's loop
-# At most one request between two rounds of deliveries, and its own backoff: what goes wrong here is
+# One request a turn, beside the deliveries, and its own backoff: what goes wrong here is
 # no outage of the deliveries.
 # ==================================================================================================
 
 WHOLE_SEC: Final = 290.0  # everything is fetched, compared and its heartbeat given: each 5 min
 
 
-class Settings(Chores):
-    """What the agent's loop knows of the pull; a restart may forget it."""
+class Settings(Job):
+    """The pull as a job; a restart may forget what it knows."""
 
     def __init__(self, agent: Agent) -> None:
-        super().__init__(agent)
-        self.store = SettingsStore(agent.db.session)
-        self.repeats = agent.repeats
+        super().__init__()
+        self.agent = agent
+        self.store = SettingsStore(agent.session.session)
+        self.repeats = agent.voice.repeats
         self.trouble: Verdict | None = None
         self.since = 0.0
         self.held: dict[str, str] = {}
         self.finished: float | None = None  # the last pull of ours
-        self.use()
+        self.reload()
 
-    def use(self) -> None:
+    def reload(self) -> None:
         """A configuration: perhaps of another frontend."""
         agent = self.agent
         self.audio = Audio(agent.frontend, self.store, agent.config.announcements_dir)
@@ -6304,18 +6793,16 @@ class Settings(Chores):
         self.whole = True
         if not agent.config.settings_interval:
             self.trouble, self.held = None, {}
+        self.wake()
 
     @property
-    def wait(self) -> float:  # type: ignore[override]
-        """In how many seconds there is something to do."""
-        if not self.agent.config.settings_interval or self.agent.is_once:
+    def next_turn(self) -> float:
+        if not self.agent.config.settings_interval or self.agent.once:
             return float("inf")
-        due = max(min(self.due, self.audio_due), self.agent.quiet_until)
-        return due - time.monotonic()
+        return max(min(self.due, self.audio_due), self.agent.health.quiet_until)
 
     @property
     def sentence(self) -> str:  # type: ignore[override]
-        """What a person should know; empty while all is well."""
         said = [f"settings: {name} held back: {why}" for name, why in self.held.items()]
         if self.trouble is not None:
             lasted = time.monotonic() - self.since
@@ -6327,30 +6814,29 @@ class Settings(Chores):
         trouble = self.trouble and {"code": self.trouble.code, "reason": self.trouble.reason}
         return {"trouble": trouble and trouble | {"since": since}, "held": self.held}
 
-    def step(self, most: float = float("inf"), audio: bool = True) -> None:
-        """At most one request. Whatever goes wrong with the settings ends here."""
-        if self.wait > 0:
-            return
-        try:
-            if self.pull is not None or self.due <= time.monotonic():
-                self._pull(most)
-            elif audio:
-                self._audio()
-        except NotNow as why:
-            if most == float("inf") or why.verdict.code not in ("NETWORK_TIMEOUT", "NETWORK_ERROR"):
+    def turns(self) -> Steps[None]:
+        """One request a turn. Whatever goes wrong with the settings ends here."""
+        while True:
+            while self.next_turn > time.monotonic():
+                yield Wait(self.next_turn)
+            try:
+                if self.pull is not None or self.due <= time.monotonic():
+                    yield from self._pull()
+                else:
+                    yield from self._audio()
+            except NotNow as why:
                 self._not_now(why.verdict)
-            else:  # perhaps our own upload fills the line
-                self.pull, self.due = None, time.monotonic() + 10.0
-        except (Stopping, Lost):
-            self.pull = None
-            raise
-        except psycopg.Error as error:
-            text = f"the database refuses the settings: {error.diag.message_primary or error}"
-            self._not_now(Verdict(Fate.ASIDE, "DATABASE", text))
-        except Exception as error:
-            log.exception("a bug: the settings cannot be handled")
-            text = f"an error of serversync's own: {error!r}"
-            self._not_now(Verdict(Fate.ASIDE, "UNKNOWN", text))
+            except (Stopping, Lost):
+                self.pull = None
+                raise
+            except psycopg.Error as error:
+                text = f"the database refuses the settings: {error.diag.message_primary or error}"
+                self._not_now(Verdict(Fate.WAITS, "DATABASE", text))
+            except Exception as error:
+                log.exception("a bug: the settings cannot be handled")
+                text = f"an error of serversync's own: {error!r}"
+                self._not_now(Verdict(Fate.WAITS, "UNKNOWN", text))
+            yield AT_ONCE
 
     def _not_now(self, verdict: Verdict) -> None:
         """Said when it changes; never an outage of the deliveries, nor charged to them."""
@@ -6361,7 +6847,6 @@ class Settings(Chores):
             return
         self.tries += 1
         wait = patience(self.tries, verdict.retry_after, random.random())
-        self._quieten(verdict, self.tries, now, wait)
         self._rest(now, 60.0)
         self.due = self.audio_due = max(self.due, now + wait)
         reason = clean(verdict.reason, MASKING.known)
@@ -6374,12 +6859,6 @@ class Settings(Chores):
             ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
         )  # fmt: skip
 
-    def _quieten(self, verdict: Verdict, tries: int, now: float, wait: float) -> None:
-        """A pause holds for the deliveries, too; a 503, which may be of one page, not for hours."""
-        if speaks_for_all(verdict, tries):
-            wait = min(wait, BACKOFF_CAP) if verdict.status == 503 else wait
-            self.agent.quiet_until = max(self.agent.quiet_until, now + wait)
-
     def _rest(self, since: float, apart: float) -> None:
         """The next pull; what began or failed together, as after a power cut, does not stay so."""
         interval = self.agent.config.settings_interval
@@ -6387,16 +6866,19 @@ class Settings(Chores):
 
     # --- the snapshot ---------------------------------------------------------------------------
 
-    def _pull(self, most: float) -> None:
+    def _pull(self) -> Steps[None]:
         now = time.monotonic()
         if self.pull is None:
             self.began = now
             self.whole = now - self.whole_at + self.agent.config.settings_interval > WHOLE_SEC
             etags = {} if self.whole or self.held else self.etags
             self.pull = Pull(self.agent.config, self.agent.frontend, self.store, etags)
-        if not self.pull.fetch(most):
+        pull = self.pull
+        if not (yield from pull.fetch()):
             return
-        pull, self.pull = self.pull, None
+        if self.pull is not pull:  # a reload came between
+            return
+        self.pull = None
         elapsed = 0.0 if self.finished is None else now - self.finished
         self._finish(pull, elapsed)
         self._rest(self.began, 300.0 if self.finished is None else 0.0)
@@ -6454,14 +6936,14 @@ class Settings(Chores):
 
     # --- its audio ------------------------------------------------------------------------------
 
-    def _audio(self) -> None:
+    def _audio(self) -> Steps[None]:
         file = self.audio.next()
         if file is None or file.wait > 0:
             wait = self.agent.config.settings_interval if file is None else file.wait
             self.audio_due = time.monotonic() + wait
             return
         try:
-            self.audio.handle(file, self.agent.let_entries_through)
+            yield from self.audio.handle(file)
             self.audio_tries = 0
             self.repeats.over(f"audio {file.name}")
         except AudioTrouble as trouble:
@@ -6470,11 +6952,7 @@ class Settings(Chores):
             self._audio_failed(file, why.verdict.reason)
             self.audio_tries += 1
             wait = patience(self.audio_tries, why.verdict.retry_after or 1.0, random.random())
-            now = time.monotonic()
-            self.audio_due = now + wait
-            self._quieten(why.verdict, self.audio_tries, now, wait)
-        finally:
-            self.agent.sees_again()
+            self.audio_due = time.monotonic() + wait
 
     def _audio_failed(self, file: AudioFile, reason: str) -> None:
         error = self.audio.failed(file, reason)
@@ -6511,7 +6989,7 @@ def accept_hint(name: str) -> str:
 # ==================================================================================================
 # For people: the desk
 # Short connections without the lock, for commands and the admin process: what there is to see, and
-# what a person may do. Whatever goes out again goes through the queue, in its lane.
+# what a person may do. Whatever goes out again goes through the queue, under its old id.
 # ==================================================================================================
 
 SCHEMA_MISSING: Final = "the schema serversync is not there: run: sudo serversync setup"
@@ -6526,24 +7004,23 @@ select json_build_object(
                    'oldest_seconds', coalesce(extract(epoch from now() - min(oldest)), 0),
                    'by_type', coalesce(json_object_agg(entity_type, n order by entity_type), '{}'))
         from (select entity_type, count(*) as n,
-                     min(coalesce(v.revived_at, created_at)) filter (where isfinite(created_at))
-                         as oldest
-              from sync_outbox o left join serversync.revived v on v.outbox_id = o.id
-              where processed_at is null group by 1) t)::jsonb
+                     min(created_at) filter (where isfinite(created_at)) as oldest
+              from sync_outbox where processed_at is null group by 1) t)::jsonb
         || (select jsonb_build_object('waiting', coalesce(sum(n), 0),
-                       'reasons', coalesce(jsonb_object_agg(error_code, n), '{}'))
-            from (select f.error_code, count(*) as n
-                  from serversync.failures f
-                  join sync_outbox o on o.id = f.outbox_id and o.processed_at is null
-                  group by 1) f),
+                       'reasons', coalesce(jsonb_object_agg(code, n), '{}'))
+            from (select w.code, count(*) as n
+                  from serversync.waiting w
+                  join sync_outbox o on o.id = w.outbox_id and o.entity_id = w.entity_id
+                                    and o.processed_at is null
+                  group by 1) w),
     'recordings', (
-        select json_build_object('waiting', count(*), 'waiting_bytes', sum(r.file_size_bytes),
+        select json_build_object('waiting', count(*), 'waiting_bytes', sum(r.file_size),
                    'deletions_waiting', (select count(*) from serversync.uploads),
                    'deletions_failed', (select count(*) from serversync.uploads where tries > 0))
         from sync_outbox o
-        left join recordings r on r.id = coalesce(
+        cross join lateral serversync.recording(coalesce(
             serversync.to_uuid(coalesce(o.payload->>'recordingId', o.payload->>'recording_id')),
-            o.entity_id)
+            o.entity_id)) r
         where o.processed_at is null and o.entity_type = 'recording_file'),
     'dead_letters', (
         select json_object_agg(s.status, coalesce(d.n, 0))
@@ -6579,13 +7056,10 @@ with slots as (
            sum(entries) filter (where kind = 'file') as files, sum(bytes) as bytes
     from serversync.deliveries where started_at > now() - interval '1 day' group by 1
 ), rows as (
-    select coalesce(v.revived_at, created_at) as at, 1 as step
-    from sync_outbox o left join serversync.revived v on v.outbox_id = o.id
-    where processed_at is null
+    select created_at as at, 1 as step from sync_outbox where processed_at is null
     union all
-    select unnest(array[least(coalesce(v.revived_at, created_at), processed_at), processed_at]),
-           unnest(array[1, -1])
-    from sync_outbox o left join serversync.revived v on v.outbox_id = o.id
+    select unnest(array[least(created_at, processed_at), processed_at]), unnest(array[1, -1])
+    from sync_outbox
     where processed_at > now() - interval '1 day'
       and id >= (select min(first_seq) from serversync.deliveries
                  where started_at > now() - interval '1 day')
@@ -6636,8 +7110,9 @@ from (select * from serversync.dead_letters
       where (%(topic)s::text is null or original_topic = %(topic)s)
         and (%(id)s::uuid is null or id = %(id)s::uuid)
       order by created_at desc, id limit %(size)s offset %(skip)s) d
-cross join lateral (select payload::text as text) t
-cross join lateral (select octet_length(text) as bytes) b
+cross join lateral (  -- of what PostgreSQL cannot write out, only the size on its disk
+    select case when error_code <> 'ENTRY_UNREADABLE' then payload::text end as text) t
+cross join lateral (select coalesce(octet_length(text), pg_column_size(payload)) as bytes) b
 order by created_at desc, id
 """
 LETTER_COUNT: Final = """
@@ -6651,6 +7126,7 @@ NO_LOOPS: Final = "set enable_nestloop = off"
 #   newer     a later entry of the same entity: it has overtaken this one, or will; not one that is
 #             a dead letter itself
 #   unknown   so old that a later one may have been pruned
+#   taken     its id belongs to another entry (the table was emptied, and counted from 1 again)
 JUDGE_LETTERS: Final = """
 with picked as materialized (
     select * from serversync.dead_letters
@@ -6666,12 +7142,14 @@ with picked as materialized (
                       and o.id > p.outbox_id
     where o.id > (select min(outbox_id) from picked)
       and not exists (select from serversync.dead_letters d
-                      where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
+                      where d.outbox_id = o.id and d.entity_id = o.entity_id
+                        and d.status in ('PENDING', 'DEAD'))
     group by 1
 )
 select p.id::text, p.outbox_id, p.status, p.retry_count, p.max_retries, n.seq,
        p.created_at < to_timestamp(coalesce((select value from serversync.counters
-                                             where name = 'pruned_until'), 0))
+                                             where name = 'pruned_until'), 0)),
+       exists (select from sync_outbox o where o.id = p.outbox_id and o.entity_id <> p.entity_id)
 from picked p left join newer n using (id) order by p.outbox_id
 """
 # Back into the queue under the old id; a row that was pruned is written anew.
@@ -6679,13 +7157,10 @@ REVIVE: Final = """
 with letter as (
     update serversync.dead_letters
     set status = 'RETRYING', last_retry_at = now(), updated_at = now()
-    where id = any (%(ids)s::uuid[]) returning outbox_id, payload, rest
-), noted as (
-    insert into serversync.revived (outbox_id) select outbox_id from letter
-    on conflict (outbox_id) do update set revived_at = excluded.revived_at
+    where id = any (%(ids)s::uuid[]) returning outbox_id, entity_id, payload, rest
 ), revived as (
     update sync_outbox o set processed_at = null from letter l
-    where o.id = l.outbox_id returning o.id
+    where o.id = l.outbox_id and o.entity_id = l.entity_id returning o.id
 )
 insert into sync_outbox
 select r.* from letter l
@@ -6704,13 +7179,11 @@ with old as (
     where o.id > old.id and o.id <> all (%(seqs)s::bigint[])
       and (o.processed_at is null or o.processed_at >= %(began)s::timestamptz)
       and not exists (select from serversync.dead_letters d
-                      where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
+                      where d.outbox_id = o.id and d.entity_id = o.entity_id
+                        and d.status in ('PENDING', 'DEAD'))
 ), again as (
     update sync_outbox o set processed_at = null from newer n
     where o.id = n.id and o.processed_at is not null returning o.id
-), noted as (
-    insert into serversync.revived (outbox_id) select id from again
-    on conflict (outbox_id) do update set revived_at = excluded.revived_at
 )
 select exists (select from newer where processed_at is null) and serversync.locked(%(key)s)
 """
@@ -6719,19 +7192,21 @@ select exists (select from newer where processed_at is null) and serversync.lock
 DELETE_LETTER: Final = """
 with letter as (
     delete from serversync.dead_letters where id = %(id)s::uuid
-    returning outbox_id, original_topic, status
+    returning outbox_id, entity_id, original_topic, status
 ), settled as (
-    delete from serversync.failures where outbox_id in (select outbox_id from letter)
+    delete from serversync.waiting
+    where (outbox_id, entity_id) in (select outbox_id, entity_id from letter)
 ), gone as (
-    delete from sync_outbox where id in (select outbox_id from letter where status <> 'RESOLVED')
+    delete from sync_outbox o using letter l
+    where o.id = l.outbox_id and o.entity_id = l.entity_id and l.status <> 'RESOLVED'
 )
 select outbox_id, original_topic, status from letter
 """
 # Sends what was sent again: a chunk of rows, judged and (where wanted) put back into the queue.
 REPLAY: Final = """
-with lanes as materialized (
-    select md5(lower(%(call)s::text)) as lane
-    union all select serversync.lane(payload, entity_id) from sync_outbox
+with calls as materialized (
+    select serversync.to_uuid(%(call)s::text) as call
+    union all select entity_id from sync_outbox
     where entity_type = 'call_log'
       and %(call)s::text in (payload->>'sipCallId', payload->>'externalCallId')
 ), picked as materialized (
@@ -6744,7 +7219,8 @@ with lanes as materialized (
       and (%(until)s::timestamptz is null or created_at <= %(until)s::timestamptz)
       and (%(type)s::text is null or entity_type = %(type)s)
       and (%(call)s::text is null
-           or serversync.lane(payload, entity_id) in (select lane from lanes))
+           or entity_id in (select call from calls)
+           or serversync.call_of(payload) in (select call from calls))
     order by id limit 10000
 ), newer as (
     select distinct p.id
@@ -6753,15 +7229,16 @@ with lanes as materialized (
                       and o.id > p.id
     where o.id > (select min(id) from picked)
       and not exists (select from serversync.dead_letters d
-                      where d.outbox_id = o.id and d.status in ('PENDING', 'DEAD'))
+                      where d.outbox_id = o.id and d.entity_id = o.entity_id
+                        and d.status in ('PENDING', 'DEAD'))
 ), judged as materialized (
     select p.id, case
         when p.processed_at is null then 'pending'
         when exists (select from serversync.dead_letters d
-                     where d.outbox_id = p.id and d.status <> 'RESOLVED') then 'letter'
+                     where d.outbox_id = p.id and d.entity_id = p.entity_id
+                       and d.status <> 'RESOLVED') then 'letter'
         when p.entity_type = 'recording_file' and (
-             exists (select from recordings r
-                     where r.id = p.recording and r.upload_status = 'uploaded')
+             (serversync.recording(p.recording)).upload_status = 'uploaded'
              or exists (select from serversync.deliveries d where d.entity_id = p.recording))
              then 'delivered'
         when %(force)s then 'again'
@@ -6775,9 +7252,6 @@ with lanes as materialized (
     update sync_outbox o set processed_at = null from judged j
     where %(really)s and j.verdict = 'again' and o.id = j.id and o.processed_at is not null
     returning o.id
-), noted as (
-    insert into serversync.revived (outbox_id) select id from revived
-    on conflict (outbox_id) do update set revived_at = excluded.revived_at
 )
 select verdict, count(*), max(id), array_agg(id) from judged group by 1
 """
@@ -6810,7 +7284,7 @@ class Desk:
 
     def __init__(self, config: Config, name: str) -> None:
         self._silence: threading.Timer | None = None
-        # For the requests of the agent's that are settled: one under way, and the look ahead.
+        # For the requests of the agent's that are settled: an entry's, and an empty one.
         self.patience = 2 * config.timeout + 1
         try:
             self.conn = psycopg.connect(
@@ -6823,6 +7297,7 @@ class Desk:
             )
             self._listen_for(DB_DEADLINE)
             self.conn.execute(SESSION)
+            self.conn.execute("set lock_timeout = '5s'")  # a person waits where the agent goes on
         except psycopg.Error as error:
             if self._silence is not None:
                 self._silence.cancel()
@@ -6909,12 +7384,11 @@ _PROGRESS: Final = {
 }
 _STATE: Final[dict[str, Any]] = {
     "pid": int, "since": _TIME, "at": _TIME, "sentence": str, "standby": bool, "listening": bool,
-    "inflight": int, "outages": list, "progress": (dict, NoneType), "recordings": (dict, NoneType),
+    "inflight": int, "outages": list, "progress": (dict, NoneType),
 }  # fmt: skip
 _SETTINGS: Final = {"trouble": (dict, NoneType), "held": dict}
 _TROUBLE: Final = {"code": str, "reason": str, "since": _TIME}
 _OUTAGE: Final = {"endpoint": str, "code": str, "reason": str, "since": _TIME, "due": _TIME}
-_PROBED: Final = {"directory": str, "problems": list}
 
 
 def is_like(value: Any, shape: Mapping[str, Any]) -> bool:
@@ -6931,14 +7405,11 @@ def is_like(value: Any, shape: Mapping[str, Any]) -> bool:
 def is_state(state: Any) -> bool:
     if not is_like(state, _STATE):
         return False
-    progress, probed, settings = state["progress"], state["recordings"], state.get("settings")
+    progress, settings = state["progress"], state.get("settings")
     kind = str((progress or {}).get("kind"))
-    problems = (probed or {}).get("problems") or []
     return (
         all(is_like(outage, _OUTAGE) for outage in state["outages"])
         and (not progress or (kind in _PROGRESS and is_like(progress, _PROGRESS[kind])))
-        and (not probed or is_like(probed, _PROBED))
-        and all(isinstance(problem, str) for problem in problems)
         and (settings is None or is_like(settings, _SETTINGS))
         and (not settings or not settings["trouble"] or is_like(settings["trouble"], _TROUBLE))
     )
@@ -7005,10 +7476,7 @@ def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
             **seen["settings"],
         },
         "progress": progress_of(state, seen["outbox"]),
-        "checks": {
-            "recordings": (state.get("recordings") or {}).get("problems"),
-            "listening": state.get("listening"),
-        },
+        "checks": {"listening": state.get("listening")},
     }
 
 
@@ -7088,6 +7556,7 @@ _MESSAGE: Final = (
 AGAINST: Final = {
     "RESOLVED": "it has been delivered",
     "RETRYING": "it is in the queue already",
+    "taken": "its seq belongs to another entry by now",
     "used_up": "its {max_retries} retries are used up",
     "overtaken": "a newer entry of the same entity (seq {newer}) takes its place",
     "unknown": "it is so old that a newer entry of the same entity may have been pruned",
@@ -7157,9 +7626,9 @@ def without_secrets(value: Any) -> Any:
 
 def _against(row: Sequence[Any], force: bool) -> str | None:
     """What speaks against sending a letter again. `force` overrules all but its state."""
-    _, _, status, retries, most, newer, unknown = row
-    if status in ("RESOLVED", "RETRYING"):
-        return AGAINST[status]
+    _, _, status, retries, most, newer, unknown, taken = row
+    if taken or status in ("RESOLVED", "RETRYING"):
+        return AGAINST["taken" if taken else status]
     if force:
         return None
     if newer is not None:
@@ -7186,7 +7655,7 @@ def put_back(desk: Desk) -> Iterator[list[int]]:
 
 
 def retry_letter(desk: Desk, name: str, force: bool) -> dict[str, Any]:
-    """Puts a letter back into the queue, in its lane; the agent does the rest."""
+    """Puts a letter back into the queue; the agent does the rest."""
     ids = [_letter_id(name)]
     with put_back(desk) as seqs, desk.conn.transaction():
         rows = desk.run(JUDGE_LETTERS, ids=ids, topic=None, after=0)
@@ -7293,7 +7762,7 @@ METRICS: Final = (
     (
         "outbox_send_total",
         "counter",
-        "Entries by the outcome of sending them; what an outage explains is not counted.",
+        "Entries by the outcome of sending them; retry: it failed alone in its request.",
     ),
     ("outbox_lag_seconds", "histogram", "From an entry's creation to its confirmation."),
     ("outbox_retry_count", "histogram", "How often an entry had failed until it got through."),
@@ -7301,7 +7770,9 @@ METRICS: Final = (
 LAG_BOUNDS: Final = (1, 5, 30, 60, 300, 3600, 86400)  # seconds, those of CONFIRM
 TRIES_BOUNDS: Final = tuple(range(9))
 # Failures before anything left: no sending that is retried.
-NOT_SENT: Final = ("NOT_READY", "FILE_UNREADABLE", "ENTRY_UNREADABLE")
+NOT_SENT: Final = (
+    "NOT_READY", "FILE_UNREADABLE", "ENTRY_UNREADABLE", "ROW_CORRUPT", "SESSION_LOST",
+)  # fmt: skip
 
 Samples = Mapping[str, float | None]  # what follows the name (suffix and labels): its value
 
@@ -7411,8 +7882,9 @@ def _counters(counts: Mapping[tuple[str, str], float]) -> dict[str, Samples]:
         of.setdefault(name, {})[label] = value
     total = {name: sum(by_label.values()) for name, by_label in of.items()}
     retries, sent_as = of.get("retries", {}), of.get("sent_as", {})
-    dead = total.get("dead", 0)
-    taken = {"sent": total.get("sent", 0), "set_aside": total.get("retries", 0), "dead": dead}
+    retries.pop("WAITS_FOR", None)  # for another entry: nothing was taken from the queue
+    taken = {"sent": total.get("sent", 0), "set_aside": sum(retries.values())}
+    taken["dead"] = dead = total.get("dead", 0)
     outcomes = {
         "success": sent_as.get("sent", 0),
         "retry": sum(value for code, value in retries.items() if code not in NOT_SENT),
@@ -7662,7 +8134,7 @@ def _status_rows(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "agent", text
     if agent["sentence"]:
         yield "", agent["sentence"]
-    for outage in view["outages"]:
+    for outage in outages_of(view):
         wait = max(0.0, datetime.fromisoformat(outage["next_try_at"]).timestamp() - time.time())
         text = f"{outage['endpoint']}, for {since(outage['since'])}, next try in {span(wait)}"
         yield paint("bad", "outage") + " " * 7, f"{text}: {outage['reason']}"
@@ -7673,6 +8145,15 @@ def _status_rows(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _status_recordings(view["recordings"])
     yield from _status_settings(view["settings"])
     yield from _status_progress(view["progress"])
+
+
+def outages_of(view: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One for each reason: mostly it is the same for both endpoints."""
+    found: dict[str, dict[str, Any]] = {}
+    for outage in view["outages"]:
+        known = found.setdefault(outage["reason"], dict(outage, endpoint=""))
+        known["endpoint"] += (" and " if known["endpoint"] else "") + outage["endpoint"]
+    return list(found.values())
 
 
 def _status_counts(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -8036,7 +8517,7 @@ def _settings_pull(
     try:
         with Desk(config, "settings") as desk:
             store = SettingsStore(desk.session)
-            outcomes = pull_now(config, frontend, store, really)
+            outcomes = pull_now(config, frontend, store, really, process)
             to_stdout(_pull_shown(outcomes, arguments))
             if really:
                 _audio_now(Audio(frontend, store, config.announcements_dir), process)
@@ -8051,11 +8532,11 @@ def _settings_pull(
 
 
 def pull_now(
-    config: Config, frontend: Frontend, store: SettingsStore, really: bool
+    config: Config, frontend: Frontend, store: SettingsStore, really: bool, process: Process
 ) -> list[Outcome]:
     for _ in range(5):
         pull = Pull(config, frontend, store, {})
-        while not pull.fetch():
+        while not drive(pull.fetch(), process):
             pass
         try:
             return pull.apply(really=really, most=1000)
@@ -8071,7 +8552,7 @@ def _audio_now(audio: Audio, process: Process) -> None:
     while (file := audio.next()) is not None and file.wait <= 0:
         process.check()
         try:
-            audio.handle(file, process.check)
+            drive(audio.handle(file), process)
         except AudioTrouble as trouble:
             to_stdout(f"{file.name}: {audio.failed(file, str(trouble))}")
         except NotNow as why:
@@ -8203,8 +8684,9 @@ def _setup_steps(
     if conn.execute("select to_regclass('serversync.schema_version')").fetchall()[0][0]:
         known = conn.execute(VERSION).fetchall()[0][0]
     quoted = psycopg.sql.Identifier(role).as_string(conn)
+    path = f"set local search_path = {psycopg.sql.Identifier(schema).as_string(conn)}, pg_temp"
     for number, migration in enumerate(MIGRATIONS, 1):
-        make = f"begin; set local role {quoted};\n{migration.strip()}\ncommit"
+        make = f"begin; set local role {quoted}; {path};\n{migration.strip()}\ncommit"
         yield f"its tables, version {number}", number <= known, make
     yield from (step[1:] for step in steps if step[0] > 100)
 
@@ -8342,6 +8824,30 @@ def _root_runs(*command: str) -> str:
     return done.stderr.strip()
 
 
+def cannot_delete(path: str) -> list[str]:
+    """What keeps this user from deleting the recordings there."""
+    us, above = os.geteuid(), os.stat(path)
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return [f"{path} is read-only here"]
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return [f"nothing can be deleted in {path}: user {us} may not write there"]
+    problems = []
+    with os.scandir(path) as entries:
+        for entry in islice(entries, 20):
+            status = entry.stat(follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
+                continue
+            sticky = above.st_mode & stat.S_ISVTX and us not in (0, above.st_uid, status.st_uid)
+            if status.st_dev != above.st_dev:
+                problems.append(f"{entry.name!r} is on another device than {path}")
+            elif sticky and entry.name != TRASH:
+                problems.append(f"{entry.name!r} cannot be moved by user {us}: {path} is sticky")
+            elif not os.access(entry.path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+                who = f"mode {status.st_mode & 0o7777:o}, owner {status.st_uid}"
+                problems.append(f"{entry.name!r} ({who}) cannot be read and written by user {us}")
+    return problems[:5]
+
+
 def _said(path: str, user: pwd.struct_passwd, reader: str, complaint: str) -> int:
     """Whether the service's user can write here now, by trying it in a process of that user's."""
     sys.stdout.flush()  # or the child would print it once more
@@ -8349,7 +8855,7 @@ def _said(path: str, user: pwd.struct_passwd, reader: str, complaint: str) -> in
     if child == 0:
         try:
             become(user)
-            problems = Recordings(path).probe(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+            problems = cannot_delete(path)
         except OSError as error:
             problems = [f"{path}: {error.strerror}"]
         for problem in problems:
@@ -8383,10 +8889,9 @@ from (values
      and has_sequence_privilege(pg_get_serial_sequence('sync_outbox', 'id'), 'usage')
          is not false),
     ('recordings', 'the backend does not see what was uploaded',
-     to_regclass('recordings') is distinct from to_regclass('serversync.recordings') or null),
+     to_regclass('recordings') is not null or null),
     ('system_settings', 'the interval is SYNC_POLL_INTERVAL_SEC',
-     to_regclass('system_settings') is distinct from to_regclass('serversync.system_settings')
-     or null)) as needs (what, without, well)
+     to_regclass('system_settings') is not null or null)) as needs (what, without, well)
 where well is not true
 """
 ROOT_ID: Final = "select root_id from serversync.sender"
@@ -8406,8 +8911,9 @@ union all select directory from serversync.uploads
 OVERDUE_FILES: Final = """
 select o.id, left(coalesce(o.payload->>'filePath', o.payload->>'file_path'), 4096),
        left(coalesce(o.payload->>'callId', o.payload->>'call_id'), 1024)
-from sync_outbox o left join recordings r on r.id = serversync.to_uuid(
-    coalesce(o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))
+from sync_outbox o
+cross join lateral serversync.recording(serversync.to_uuid(
+    coalesce(o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) r
 where o.processed_at is null and o.entity_type = 'recording_file'
   and o.created_at < now() - %(grace)s::float8 * interval '1 second'
   and r.upload_status is distinct from 'uploaded'
@@ -8624,7 +9130,8 @@ class Doctor:
     def frontend(self) -> Findings:
         """By a question that changes nothing; posting no entries rewrites the frontend's store."""
         url = f"{self.config.frontend_base_url}/api/number-groups"
-        self._answer = answer = Frontend(self.config, self.process).get("/api/number-groups")
+        asked = Frontend(self.config, self.process).get("/api/number-groups")
+        self._answer = answer = drive(asked, self.process)
         well = isinstance(answer.said, dict) and answer.said.get("ok") is True
         long = answer.status == 200 and not answer.complete and answer.body[:1] == b"{"
         if not well and not long and answer.status not in (401, 403):
@@ -8687,13 +9194,10 @@ class Doctor:
 
     def recordings(self) -> Findings:
         path = shlex.quote(self.config.recordings_dir)
-        published, whose = self.view["checks"]["recordings"], "as the running agent sees it"
-        if published is None or self.view["agent"]["state"] != "running":
-            published = None
-            whose = f"as user {os.geteuid()} sees it here; the service may see it otherwise"
+        whose = f"as user {os.geteuid()} sees it here; the service may see it otherwise"
         try:
-            with self.root() as root:
-                problems = self.store.probe(root) if published is None else published
+            with self.root():
+                problems = cannot_delete(self.config.recordings_dir)
         except EntryTrouble as trouble:
             look = f"findmnt -T {path}; ls -la {path}"
             rights = setup_hint(self.config.recordings_dir)
@@ -8701,7 +9205,7 @@ class Doctor:
             return ""
         for problem in problems:
             hint = f"findmnt -T {path}; systemctl show serversync -p ReadWritePaths"
-            if "denied" in problem or "by user" in problem:
+            if re.search("denied|by user|may not", problem):
                 sticky = f"sudo chmod -t {path}; " if "sticky" in problem else ""
                 hint = f"{sticky}{setup_hint(self.config.recordings_dir)}"
             yield "failed", f"{problem} ({whose})", hint
@@ -8872,7 +9376,7 @@ class Doctor:
     def outage(self) -> Findings:
         if self.view["agent"]["state"] != "running":
             raise Skip("no running agent is seen here")
-        for outage in self.view["outages"]:
+        for outage in outages_of(self.view):
             text = f"{outage['endpoint']}, since {outage['since']}: {outage['reason']}"
             yield "failed", text, JOURNAL
         return "none"
@@ -9785,7 +10289,6 @@ function showNotices({database, outages, checks, at}) {
     + `in ${span(between(at, o.next_try_at))}. Nothing is lost: everything waits.`));
   if (!database.ok) boxes.unshift(notice("bad", "The database is not there", database.error,
     "The outbox, the deliveries and the dead letters cannot be shown until it is back."));
-  for (const words of checks?.recordings ?? []) boxes.push(notice("warn", "Recordings", words));
   if (checks?.listening === false) boxes.push(notice("warn", "New entries are noticed late",
     "The database does not tell the agent of them; it looks only from time to time."));
   put($("notices"), boxes);
@@ -10214,7 +10717,7 @@ def _add_dlq(dlq: Parser) -> None:
     listing.add_argument("--page-size", type=_of(_whole(1, 1000)), default=20, metavar="N")
     show = add("show", "one dead letter, with its payload", "--json")
     show.add_argument("id", metavar="ID", type=_uuid)
-    retry = add("retry", "send dead letters again, each in its lane", "--json", "--force")
+    retry = add("retry", "send dead letters again, under their old seq", "--json", "--force")
     retry.add_argument("ids", metavar="ID", nargs="+", type=_uuid)
     every = add("retry-all", "send all that can be sent again", "--json", "--force")
     every.add_argument("topic", metavar="TOPIC", nargs="?", help="of this entity type only")
@@ -10291,7 +10794,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(error)
         return EX_PERSON
     finally:
-        PATIENT.give_up()
         try:
             if sys.stderr:  # closed at the start: None
                 sys.stderr.flush()
@@ -10319,12 +10821,12 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         code = COMMANDS[arguments.command](config, arguments, environ)
         sys.stdout.flush()
         return code
-    PATIENT.process = process = Process(environ)
+    process = Process(environ)
     process.install()
     once = arguments.command == "once"
-    agent = Agent(config, process, StateFile({} if once else environ), once, Settings)
+    agent = Agent(config, process, StateFile({} if once else environ), once, (Settings,))
     agent.reread = read
-    return agent.once() if once else agent.serve()
+    return agent.run_once() if once else agent.serve()
 
 
 def _entry_point() -> NoReturn:

@@ -208,7 +208,6 @@ def state_file(pid: int) -> dict[str, Any]:
         "standby": False,
         "listening": True,
         "inflight": 3,
-        "recordings": {"directory": "/opt", "problems": ["one"]},
         "outages": [outage],
         "progress": {"kind": "upload", "seq": 5, "bytes": 10, "size": 100, "seconds": 2.5},
     }

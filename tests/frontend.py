@@ -635,6 +635,8 @@ class Frontend:
             request.entries = parse_entries(request.body)
         except ValueError as error:
             return Reply(400, {}, {"error": str(error)})
+        if not request.entries:
+            request.kind = "empty"  # only asks whether we live
         reply = self.on_entries(request) if self.on_entries is not None else None
         if reply is None:
             poisons = (self.poison.get(entry["entityId"]) for entry in request.entries)

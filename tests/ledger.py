@@ -7,11 +7,22 @@ import psycopg
 from pg import Database
 
 PASS = """
-    UPDATE serversync.failures
-    SET next_attempt_at = now() - interval '1 second',
-        first_failed_at = first_failed_at - %(hours)s * interval '1 hour'
+    UPDATE serversync.waiting
+    SET next_attempt_at = now() - interval '1 second', waited = waited + %(hours)s * 3600
+    WHERE next_attempt_at < 'infinity'
 """
-HOLD = "UPDATE serversync.failures SET next_attempt_at = now() + interval '100 seconds'"
+HOLD = """
+    UPDATE serversync.waiting SET next_attempt_at = now() + interval '100 seconds'
+    WHERE next_attempt_at < 'infinity'
+"""
+
+
+# psycopg has no date for 'infinity', the time of what waits for another entry: None.
+WAITING = """
+    (SELECT (jsonb_populate_record(w, CASE WHEN next_attempt_at = 'infinity'
+             THEN '{"next_attempt_at": null}'::jsonb ELSE '{}' END)).*
+     FROM serversync.waiting w) w
+"""
 
 
 def entity_of(db: Database, seq: int) -> str:
@@ -47,27 +58,25 @@ def hold(db: Database) -> None:
 
 def _by_seq(db: Database, table: str) -> dict[int, dict[str, Any]]:
     try:
-        rows = db.dicts(f"SELECT * FROM serversync.{table} ORDER BY outbox_id")
+        rows = db.dicts(f"SELECT * FROM {table} ORDER BY outbox_id")
     except psycopg.errors.UndefinedTable:  # no agent has made its schema yet
         return {}
     return {row["outbox_id"]: row for row in rows}
 
 
 def waiting(db: Database) -> dict[int, dict[str, Any]]:
-    """The entries that wait after a failure, by their seq."""
-    return _by_seq(db, "failures")
+    """The entries that wait after a failure, or for another one, by their seq."""
+    return _by_seq(db, WAITING)
 
 
 def dead_letters(db: Database) -> dict[int, dict[str, Any]]:
     """The entries that were given up, by their seq."""
-    return _by_seq(db, "dead_letters")
+    return _by_seq(db, "serversync.dead_letters")
 
 
 def failures(db: Database) -> dict[int, tuple[str, int, int]]:
     """Error code, tries and charged attempts of each entry that waits, by its seq."""
-    return {
-        seq: (row["error_code"], row["tries"], row["attempts"]) for seq, row in waiting(db).items()
-    }
+    return {seq: (row["code"], row["tries"], row["attempts"]) for seq, row in waiting(db).items()}
 
 
 def dead(db: Database) -> dict[int, str]:
@@ -77,7 +86,7 @@ def dead(db: Database) -> dict[int, str]:
 
 def uploads(db: Database) -> list[int]:
     """Confirmed uploads whose local files have not been deleted yet."""
-    return list(_by_seq(db, "uploads"))
+    return list(_by_seq(db, "serversync.uploads"))
 
 
 def receipts(db: Database) -> list[dict[str, Any]]:

@@ -51,7 +51,8 @@ class _Pipe:
 class Proxy:
     """Forwards `port` to the target. One thread owns all sockets: only so is a cut a real reset."""
 
-    def __init__(self, target_host: str, target_port: int) -> None:
+    def __init__(self, target_host: str, target_port: int, buffer: int = 0) -> None:
+        """`buffer`: how much the kernel may hold for it, as on a slow link; 0: the kernel's own."""
         self.target = (target_host, target_port)
         self.accepted = 0
         self._silent = False
@@ -63,6 +64,8 @@ class Proxy:
         self._wake_read, self._wake_write = socket.socketpair()
         self._running = True
         self._listener: socket.socket | None = socket.create_server((HOST, 0))
+        if buffer:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._loop, name="proxy", daemon=True)
         self._thread.start()
@@ -71,6 +74,13 @@ class Proxy:
     def connections(self) -> int:
         """How many are open now."""
         return len(self._pairs)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether something came on a silent connection, and waits there."""
+        pipes = [pipe for pair in list(self._pairs) for pipe in pair]
+        sources = [pipe.source for pipe in pipes if pipe.silent or self._silent]
+        return bool(select.select(sources, [], [], 0)[0])
 
     def silent(self) -> None:
         """Keep everything open, accept more, forward nothing: what comes waits for resume()."""

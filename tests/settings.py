@@ -209,7 +209,7 @@ class Puller:
         """One pull that compares everything; what became of each section."""
         config = self.config(**settings)
         with self._tools(config) as (source, store):
-            outcomes = serversync.pull_now(config, source, store, really=True)
+            outcomes = serversync.pull_now(config, source, store, True, self.process)
         return {outcome.section.name: outcome for outcome in outcomes}
 
     def audio(self, between: Callable[[], object] = lambda: None, **settings: Any) -> list[str]:
@@ -219,8 +219,14 @@ class Puller:
             audio = serversync.Audio(source, store, config.announcements_dir)
             audio.look()
             while (file := audio.next()) is not None and file.wait <= 0:
+
+                def steps(file: serversync.AudioFile = file) -> serversync.Steps[None]:
+                    for wait in audio.handle(file):
+                        between()
+                        yield wait
+
                 try:
-                    audio.handle(file, between)
+                    serversync.drive(steps(), self.process)
                 except (serversync.AudioTrouble, serversync.NotNow) as trouble:
                     troubles.append(audio.failed(file, str(trouble)))
         return troubles

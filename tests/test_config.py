@@ -19,6 +19,7 @@ import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, NotifySocket, run_once
 from backend import Backend
 from frontend import Frontend, Reply, Request
+from ledger import entity_of
 from pg import Database
 from serversync import NAMES, OPTIONS, Config, ConfigError, load_config, parse_env_file
 from waiting import wait_until
@@ -130,10 +131,16 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     ),
     "SYNC_ENTRY_MAX_BYTES": (
         8 * MIB,
-        [("512 KiB", 512 * KIB), ("8388608", 8 * MIB), ("16MiB", 16 * MIB)],
-        ["0", "-1", "8 MB", "all", "8388608.0"],
+        [
+            ("512 KiB", 512 * KIB),
+            ("8388608", 8 * MIB),
+            ("32MiB", 32 * MIB),
+            ("33 MiB", 32 * MIB),  # an older version took more
+            ("256 MiB", 32 * MIB),
+        ],
+        ["0", "-1", "8 MB", "all", "8388608.0", "257 MiB"],
     ),
-    "SYNC_TIMEOUT_SEC": (30, [("1", 1), ("0.5", 0.5), ("60", 60)], ["0", "-1", "301", "30s", ""]),
+    "SYNC_TIMEOUT_SEC": (30, [("1", 1), ("0.5", 0.5), ("600", 600)], ["0", "-1", "601", "30s"]),
     "SYNC_RETRY_MAX": (8, [("1", 1), ("1000", 1000)], ["0", "-1", "8.0", "1001"]),
     "SYNC_RETRY_HOURS": (24, [("0", 0), ("0.5", 0.5), ("48", 48)], ["-1", "1 day", "8761"]),
     "SYNC_RECORDINGS_DIR": (
@@ -150,7 +157,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     ),
     "SYNC_UPLOAD_KBPS": (0, [("0", 0), ("512", 512), ("1.5", 1.5)], ["-1", "0.5", "512k", "1e99"]),
     "SYNC_VERIFY_PATH": (
-        "",
+        "/api/recordings/{callLogId}",
         [
             ("/api/recordings/{callLogId}", "/api/recordings/{callLogId}"),
             ("/r/{recordingId}/audio.wav", "/r/{recordingId}/audio.wav"),
@@ -251,7 +258,8 @@ def test_the_bounds_that_a_refusal_names_are_the_bounds(key: str) -> None:
     for bound in (low, high):
         config = load({**others, key: f"{bound:.12g}"})
         assert getattr(config, FIELDS[key]) == bound
-    assert problems({**others, key: f"{high + 1:.12g}"})[0].startswith(f"{key} must ")
+    if key != "SYNC_ENTRY_MAX_BYTES":  # cut, up to the maximum of an older version
+        assert problems({**others, key: f"{high + 1:.12g}"})[0].startswith(f"{key} must ")
     if low >= 1:
         assert problems({**others, key: f"{low - 1:.12g}"})[0].startswith(f"{key} must ")
     elif low > 0:
@@ -296,29 +304,6 @@ def test_the_larger_entry_limit_must_not_be_below_the_batch_limit() -> None:
     (problem,) = problems({"SYNC_ENTRY_MAX_BYTES": "1 KiB"})
     assert "SYNC_ENTRY_MAX_BYTES" in problem
     assert "SYNC_BATCH_BYTES" in problem
-
-
-@pytest.mark.parametrize(
-    ("watchdog", "timeout", "good"),
-    [
-        ("", "300", True),
-        ("0", "300", True),
-        ("120000000", "30", True),
-        ("120000000", "59.5", True),
-        ("120000000", "60", False),
-        ("60000000", "30", False),
-        ("30000000", "1", False),  # the database's own deadline does not fit
-    ],
-)
-def test_the_timeout_must_be_shorter_than_half_the_watchdog(
-    watchdog: str, timeout: str, good: bool
-) -> None:
-    if good:
-        assert load({"SYNC_TIMEOUT_SEC": timeout}, WATCHDOG_USEC=watchdog)
-    else:
-        (problem,) = problems({"SYNC_TIMEOUT_SEC": timeout}, WATCHDOG_USEC=watchdog)
-        assert "SYNC_TIMEOUT_SEC" in problem
-        assert "WatchdogSec" in problem
 
 
 def test_the_device_id_is_derived_and_stable_and_not_the_machine_id() -> None:
@@ -852,10 +837,17 @@ def test_neither_token_nor_password_is_in_any_output_column_or_status(
 ) -> None:
     (tmp_path / "token").write_text(TOKEN)
     url = db.url.replace("@", f":{PASSWORD}@", 1)
-    answers = iter([Reply(500, body=f"Bearer {TOKEN}"), Reply(302, body=TOKEN)])
-    frontend.on_entries = lambda request: next(answers, None) or mirror(request)
-    frontend.on_file = mirror
-    backend.enqueue("schedule", {"n": 1})
+    rejected = entity_of(db, backend.enqueue("schedule", {"n": 1}))
+    # An outage, whose reason is shown in many places; wherever it is cut, a token is cut there.
+    answers = iter([Reply(500, body=f"{TOKEN} " * 200), Reply(502, body=f"{PASSWORD}," * 200)])
+
+    def answer(request: Request) -> Reply | None:
+        if reply := next(answers, None):
+            return reply
+        named = [entry["entityId"] for entry in request.entries]
+        return mirror(request) if rejected in named else None
+
+    frontend.on_entries, frontend.on_file = answer, mirror
     backend.end_call(events=0)
     running: Agent = agent(
         notify=notify,
@@ -882,8 +874,8 @@ def test_neither_token_nor_password_is_in_any_output_column_or_status(
     }
     assert "400" in shown["the schema"]
     for where, text in shown.items():
-        assert TOKEN not in text, where
-        assert PASSWORD not in text, where
+        assert TOKEN[:8] not in text, where
+        assert PASSWORD[:8] not in text, where
 
 
 def test_no_secret_is_in_a_help_or_in_a_usage_error() -> None:

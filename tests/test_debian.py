@@ -190,6 +190,7 @@ def test_the_service_s_unit_is_as_the_design_wants_it(tree: Path) -> None:
         "RestartPreventExitStatus": str(serversync.EX_CONFIG),
         "StartLimitIntervalSec": "0",
         "ExecStart": "/usr/bin/serversync run",
+        "Environment": '"RES_OPTIONS=timeout:2 attempts:1"',
         "User": "serversync",
         "ReadWritePaths": "-/opt/virtual-voicebot",
         "LoadCredential": "token:/etc/serversync.token",

@@ -116,6 +116,25 @@ def test_files_that_were_never_uploaded_stay_unless_the_configuration_says_other
     assert len(frontend.uploads) == 2
 
 
+@pytest.mark.parametrize("extra", ["keep", "delete"])
+def test_a_second_recording_of_the_directory_that_grew_after_its_upload_stays(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, extra: str
+) -> None:
+    first = backend.end_call(call_id="again..", extra_files=("b_leg.wav",))
+    second = backend.end_call(call_id="again..", name="mixed.mp3")
+    assert agent.once(**LATER).returncode == 0
+    assert len(uploads(db)) == len(frontend.uploads) == 2
+    append(second)
+
+    result = agent.once(SYNC_EXTRA_FILES=extra)
+
+    assert "again../mixed.mp3 changed after its upload" in result.stderr
+    assert {"mixed.mp3", "b_leg.wav"} <= files_of(first.directory)
+    assert not first.wav.exists()
+    assert uploads(db) == [second.seq("recording_file")]
+    assert_trash_is_empty(backend)
+
+
 def test_a_call_id_used_twice_keeps_its_files_until_the_last_one_is_through(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
@@ -564,6 +583,33 @@ def test_nothing_is_deleted_below_a_root_that_is_not_ours(
     assert agent.once().returncode == 0
     assert not uploaded.directory.exists() and not uploads(db)
     assert len(frontend.uploads) == 1
+
+
+def test_recordings_of_a_disk_that_was_exchanged_are_said_to_be_left_there(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    root = backend.recordings_dir
+    calls = [backend.end_call(events=0) for _ in range(3)]
+    assert agent.once(**LATER).returncode == 0
+    root.rename(root.with_name("old disk"))
+    root.mkdir()
+    db.execute("update serversync.sender set root_id = null")
+    new = backend.end_call(events=0)
+
+    for _ in range(2):
+        result = agent.once()
+        assert result.returncode == 0, result.stderr
+        for call in calls:
+            assert f"{call.call_id}: left on the old disk" in result.stderr
+        assert "removed 3" not in result.stderr
+        assert uploads(db) == [call.seq("recording_file") for call in calls]
+    assert not new.directory.exists() and len(frontend.uploads) == 4
+
+    root.rename(root.with_name("new disk"))
+    root.with_name("old disk").rename(root)
+    db.execute("update serversync.sender set root_id = null")
+    assert agent.once().returncode == 0
+    assert not uploads(db) and not any(call.directory.exists() for call in calls)
 
 
 def test_a_directory_that_somebody_else_removed_is_done(

@@ -13,7 +13,7 @@ from agent import AgentFactory
 from backend import Backend
 from desk import BURIED_MANY, Desk, Letter, Typist, bury, give_up, state_of
 from frontend import Frontend, Reply
-from ledger import dead_letters
+from ledger import dead_letters, let_hours_pass
 from pg import Database
 from waiting import wait_until
 
@@ -98,6 +98,20 @@ def test_a_letter_whose_row_vanishes_while_it_is_retried_is_pending_again(
     assert state_of(db, letter.id) == ("RESOLVED", 0) and frontend.seqs() == [letter.seq]
 
 
+def test_a_letter_whose_seq_another_entry_has_by_now_concerns_only_itself(
+    desk: Desk, letter: Letter, backend: Backend, db: Database
+) -> None:
+    db.execute("TRUNCATE sync_outbox RESTART IDENTITY")
+    while backend.enqueue() < letter.seq:
+        pass
+    pending = db.pending()
+    assert "belongs to another entry" in desk("dlq", "retry", letter.id, "--force", code=1).stdout
+    assert "1 not: its seq belongs to another" in desk("dlq", "retry-all", code=None).stdout
+    assert state_of(db, letter.id) == ("PENDING", 0)
+    desk("dlq", "delete", letter.id, "--yes")
+    assert db.pending() == pending and not dead_letters(db)
+
+
 def test_a_retry_wakes_an_agent_that_would_not_look_for_an_hour(
     desk: Desk, letter: Letter, agent: AgentFactory, frontend: Frontend, db: Database
 ) -> None:
@@ -129,7 +143,7 @@ def test_a_retried_entry_goes_before_the_later_ones_of_its_call(
     frontend.log.clear()
     desk("dlq", "retry", str(dead_letters(db)[first]["id"]))
     before = len(frontend.seqs())
-    db.execute("UPDATE serversync.failures SET next_attempt_at = now() - interval '1 second'")
+    let_hours_pass(db)
     assert agent.once().returncode == 0
     seqs = frontend.seqs()[before:]
     assert seqs[0] == first and seqs[-2:] == waiting and seqs == sorted(seqs)

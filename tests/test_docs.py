@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import serversync
-from agent import REPOSITORY, AgentFactory, agent_env, run_once
+from agent import REPOSITORY, AgentFactory, run_once
 from backend import Backend, write_wav
 from commandline import options, parsers, read_synopses, synopses
 from frontend import Frontend, Reply
@@ -503,18 +503,6 @@ def test_every_query_of_the_readme_runs(
     assert len(statements) > 5
     for statement in statements:
         db.execute(statement)
-
-
-def test_the_unit_s_watchdog_allows_the_defaults(
-    db: Database, frontend: Frontend, backend: Backend
-) -> None:
-    unit = (REPOSITORY / "packaging" / "debian" / "serversync.service").read_text()
-    found = re.search(r"^WatchdogSec=(\d+)$", unit, re.M)
-    assert found
-    env = agent_env(db, frontend, backend, WATCHDOG_USEC=int(found[1]) * 1_000_000)
-
-    assert "SYNC_TIMEOUT_SEC" not in env
-    assert run_once(env).returncode == 0
 
 
 # --- troubleshooting, the Japanese section ------------------------------------------------------

@@ -20,7 +20,15 @@ from psycopg.types.json import Jsonb
 from agent import AgentFactory
 from backend import Backend
 from frontend import ENTRIES_PATH, Frontend, Reply, Request, script
-from ledger import counter, dead_letters, hold, let_hours_pass, receipts, waiting
+from ledger import (
+    counter,
+    dead_letters,
+    entity_of,
+    hold,
+    let_hours_pass,
+    receipts,
+    waiting,
+)
 from pg import Database
 from waiting import wait_until
 
@@ -254,11 +262,12 @@ def test_the_same_entry_sent_again_has_the_same_key_and_bytes(
     size: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
     backend.enqueue(payload={"text": "x" * size})
-    frontend.on_entries = script(BOOM, Reply(reset=True, store=True), None)
+    answers = script(BOOM, Reply(reset=True, store=True))
+    frontend.on_entries = lambda request: answers(request) if request.entries else None
     for _ in range(3):
         agent.once()
         let_hours_pass(db)
-    first, *others = frontend.requests
+    first, *others = frontend.of_kind("entries")
     assert len(others) == 2
     for request in others:
         assert (key(request), request.body) == (key(first), first.body)
@@ -270,13 +279,15 @@ def test_the_same_entry_with_other_bytes_has_another_key(
 ) -> None:
     backend.enqueue(payload={"text": "x" * 1_000_000})
     backend.enqueue()
-    frontend.on_entries = lambda _: BOOM
-    agent.once()
-    db.execute("""UPDATE sync_outbox SET payload = payload || '{"more": 1}'""")
-    let_hours_pass(db)
-    agent.once()
-    keys = [key(request) for request in frontend.requests]
-    assert len(set(keys)) == len(keys) == 4
+    frontend.on_entries = lambda request: BOOM if request.entries else None
+    for _ in range(2):
+        agent.once()
+        db.execute("""UPDATE sync_outbox SET payload = payload || '{"more": 1}'""")
+        let_hours_pass(db)
+    keys = {(request.body, key(request)) for request in frontend.requests}
+    # Each entry's before and after; and no empty request is told that it was answered before.
+    assert len({body for body, _ in keys if body and len(body) > 14}) == 4
+    assert len({text for _, text in keys}) == len(keys)
 
 
 def test_a_batch_that_is_cut_again_has_other_keys(
@@ -285,8 +296,9 @@ def test_a_batch_that_is_cut_again_has_other_keys(
     backend.enqueue_many(4)
     frontend.on_entries = lambda request: BOOM if len(request.entries) > 1 else None
     agent.once()
+    # The frontend is asked once whether it lives; a success doubles the next batch.
     sizes = [len(request.entries) for request in frontend.requests]
-    assert sizes == [4, 2, 1, 1, 2, 1, 1]
+    assert sizes == [4, 0, 2, 1, 2, 1, 2, 1, 1]
     assert len({key(request) for request in frontend.requests}) == len(sizes)
 
 
@@ -336,10 +348,11 @@ def test_no_request_is_larger_than_the_limit_envelope_included(
     assert sizes == [4096] if excess == 0 else len(sizes) == 2
 
 
-def test_a_large_entry_goes_alone_and_in_slices(
+def test_a_large_entry_goes_alone_and_whole_and_its_memory_is_bounded(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    """Seven mebibytes, of characters that a cut between bytes would break."""
+    """Seven mebibytes, of characters that a cut between bytes would break: at most three times in
+    our memory."""
     running = agent()
     backend.enqueue()
     frontend.wait(lambda: len(frontend.entries) == 1)
@@ -354,64 +367,7 @@ def test_a_large_entry_goes_alone_and_in_slices(
     assert requests[1].length > 7_000_000
     assert [seq for request in requests for seq in check_wire(db, request)] == seqs
     wait_until(lambda: not db.pending())
-    assert running.rss_peak_kib() - before < 6 * 1024
-
-
-# Counts how often the text of an entry is made.
-COUNTED = """
-    create sequence written;
-    alter function serversync.entry rename to entry_itself;
-    create function serversync.entry(
-        bigint, text, uuid, jsonb, timestamptz, text, jsonb
-    ) returns text language plpgsql as $$
-    begin
-        perform nextval('written');
-        return serversync.entry_itself($1, $2, $3, $4, $5, $6, $7);
-    end $$
-"""
-
-
-def times_written(db: Database, frontend: Frontend, agent: AgentFactory, mebibytes: int) -> int:
-    """How often the text of an entry of so many mebibytes is made, to send it."""
-    db.execute("alter sequence written restart")
-    [seq] = insert(db, [("a", {"text": "\u30c6" * (mebibytes * 1024 * 1024 // 3)})])
-    assert agent.once().returncode == 0
-    assert check_wire(db, frontend.requests[-1]) == [seq]
-    assert frontend.requests[-1].length > mebibytes * 1024 * 1024 - 3
-    times: int = db.value("select last_value from written")
-    return times
-
-
-def test_the_text_of_a_large_entry_is_made_once_and_not_for_each_slice(
-    db: Database, frontend: Frontend, agent: AgentFactory
-) -> None:
-    assert agent.once().returncode == 0
-    db.execute(COUNTED)
-
-    assert times_written(db, frontend, agent, 1) == times_written(db, frontend, agent, 4) <= 3
-
-    # A role that may not make temporary tables gets there too, the slow way.
-    for role in ("public", "voicebot"):
-        db.execute(f"revoke temporary on database {db.name} from {role}")
-    assert times_written(db, frontend, agent, 1) > 3
-
-
-def test_what_is_kept_of_a_large_entry_is_gone_after_it_and_begins_anew_after_a_failure(
-    db: Database, frontend: Frontend, agent: AgentFactory
-) -> None:
-    frontend.on_head = script(Reply(503, after=300_000, close=True))
-    running = agent(SYNC_POLL_INTERVAL_SEC=1)
-    payload = {"text": "\u30c6" * 700_000}
-    [seq] = insert(db, [("a", payload)])
-    wait_until(lambda: waiting(db), what="the first try", state=running.log)
-    payload["text"] = "\u30c8" + payload["text"]
-    db.execute("update sync_outbox set payload = %s where id = %s", (Jsonb(payload), seq))
-    let_hours_pass(db)
-    db.execute("notify serversync")
-    wait_until(lambda: not db.pending(), what="the second try", state=running.log)
-    assert check_wire(db, frontend.requests[-1]) == [seq]
-    kept = "select count(*) from pg_class where relname = 'serversync_written'"
-    wait_until(lambda: db.value(kept) == 0, what="the end of what was kept", state=running.log)
+    assert running.rss_peak_kib() - before < 3 * requests[1].length / 1024
 
 
 def test_an_entry_above_the_limit_is_dead_without_being_sent(
@@ -472,7 +428,7 @@ def test_a_confirmed_request_leaves_a_receipt_and_counts(
         assert receipt["duration_ms"] >= 0
     marked = db.rows("SELECT processed_at, created_at FROM sync_outbox")
     assert all(processed >= created for processed, created in marked)
-    assert counter(db, "successes", "entries") == 5
+    assert counter(db, "sent_as", "sent") == 5
     assert counter(db, "sent", "call_log") == 3
     assert counter(db, "sent", "schedule") == 2
     assert (
@@ -489,8 +445,8 @@ def test_a_dead_letter_holds_the_entry_and_leaves_the_outbox_in_one_transaction(
     after = backend.enqueue("routing_rule", payload)
     frontend.poison[entity] = BOOM
     agent.once()
-    assert list(waiting(db)) == [seq]
-    assert db.pending() == [seq, after]
+    assert list(waiting(db)) == db.pending() == [seq]
+    assert frontend.seqs() == [after]
     frontend.poison[entity] = Reply(422, {}, {"error": "priority must not be negative"})
     let_hours_pass(db)
     done = agent.once()
@@ -512,7 +468,7 @@ def test_a_dead_letter_holds_the_entry_and_leaves_the_outbox_in_one_transaction(
     assert db.rows(same) == [(True, True)]
     assert not waiting(db)
     assert counter(db, "dead", "routing_rule") == 1
-    # Its lane goes on, and nobody asks for the dead one again.
+    # Nobody asks for the dead one again.
     assert frontend.seqs() == [after]
     assert not db.pending()
     asked = len(frontend.requests)
@@ -524,15 +480,15 @@ def test_a_failure_that_is_healed_leaves_no_row_behind(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
     seq = backend.enqueue("schedule")
-    frontend.on_entries = lambda _: Reply(503, {}, "<html>proxy</html>")
+    frontend.poison[entity_of(db, seq)] = Reply(503, {}, "<html>proxy</html>")
     agent.once()
     failure = waiting(db)[seq]
     assert failure["entity_type"] == "schedule"
     assert (failure["tries"], failure["attempts"], failure["is_file"]) == (1, 0, False)
     assert failure["http_status"] == 503
-    assert "<html>proxy</html>" in failure["error"]
+    assert "<html>proxy</html>" in failure["reason"]
     assert counter(db, "retries", "FRONTEND_5XX") == 1
-    frontend.on_entries = None
+    frontend.poison.clear()
     let_hours_pass(db)
     agent.once()
     assert not waiting(db)
@@ -542,15 +498,14 @@ def test_a_failure_that_is_healed_leaves_no_row_behind(
 def test_a_waiting_entry_is_not_asked_for_before_it_is_due(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    backend.enqueue()
-    frontend.on_entries = lambda _: BOOM
+    frontend.poison[entity_of(db, backend.enqueue())] = BOOM
     agent.once()
     hold(db)
     asked = len(frontend.requests)
     assert agent.once().returncode == 75
     assert len(frontend.requests) == asked
     # A clock that jumped: a due time more than an hour ahead counts as due.
-    db.execute("UPDATE serversync.failures SET next_attempt_at = now() + interval '2 years'")
+    db.execute("UPDATE serversync.waiting SET next_attempt_at = now() + interval '2 years'")
     agent.once()
     assert len(frontend.requests) > asked
 
@@ -558,16 +513,18 @@ def test_a_waiting_entry_is_not_asked_for_before_it_is_due(
 def test_a_failure_of_a_row_that_others_deleted_holds_nothing_up(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    call = {"callLogId": str(uuid.uuid4())}
-    backend.enqueue(payload=call)
-    frontend.on_entries = lambda _: BOOM
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = BOOM
+    gone = backend.enqueue(entity_id=entity)
     agent.once()
     hold(db)
-    frontend.on_entries = None
+    assert list(waiting(db)) == [gone]
+    frontend.poison.clear()
     db.execute("DELETE FROM sync_outbox")
-    seq = backend.enqueue(payload=call)
+    seq = backend.enqueue(entity_id=entity)
     assert agent.once().returncode == 0
     assert frontend.seqs() == [seq]
+    assert not waiting(db)
 
 
 # --- enqueue() --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import serversync
 from agent import REPOSITORY, Agent, AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply
-from ledger import hold, let_days_pass, let_hours_pass
+from ledger import hold, let_hours_pass
 from pg import Database
 from settings import example, sections
 from waiting import wait_until
@@ -132,7 +132,7 @@ def a_bit_of_everything(
     assert agent.once().returncode == 1
     hold(db)
     running = agent(FRONTEND_SYNC_INTERVAL_SEC=60)
-    running.wait_sentence("idle")
+    running.wait_sentence("1 entry waits for a retry")
     wait_until(lambda: all(row["pulled_at"] for row in sections(db).values()), what="the settings")
     return running
 
@@ -240,7 +240,7 @@ def test_labels_from_outside_are_escaped_and_hold_no_secret(
     backend.enqueue(entity_id=bad)
     agent.once()
     hostile = 'a"} 1\nevil_total{x="\\ Bearer abcdef0123456789 hunter2hunter2 \x01\u2028ä'
-    db.execute("update serversync.failures set error_code = %s", (hostile,))
+    db.execute("update serversync.waiting set code = %s", (hostile,))
 
     seen = scrape(agent, SYNC_TOKEN="hunter2hunter2")
 
@@ -322,12 +322,12 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
 
     wait_until(lambda: lasted()["entries"] >= 1, what="a second of it")
     seen = numbers.scrape(running)
-    assert seen.series("serversync_outage") == {"entries": 1, "files": 0}
-    assert 1 <= seen.series("serversync_outage_seconds")["entries"] < 600
-    assert seen.series("serversync_outage_seconds")["files"] == 0
-    # No entry is to blame: nothing was taken from the queue.
-    assert set(seen.series("outbox_dequeue_total").values()) == {0}
-    assert set(seen.series("outbox_send_total").values()) == {0}
+    # The empty request was told the same: it is the frontend, and nothing gets through.
+    assert seen.series("serversync_outage") == {"entries": 1, "files": 1}
+    assert all(1 <= age < 600 for age in seen.series("serversync_outage_seconds").values())
+    # The entry that found it out waits.
+    assert seen.series("outbox_dequeue_total") == {"sent": 0, "set_aside": 1, "dead": 0}
+    assert seen.series("serversync_waiting_entries") == {"RATE_LIMITED": 1}
 
     frontend.on_entries = None
     running.stop()
@@ -485,7 +485,7 @@ def test_failures_before_success_fall_into_their_buckets(
     frontend.poison = dict.fromkeys(entities, Reply(500))
     assert agent.once().returncode == 75
     for seq, number in zip(seqs, tries, strict=True):
-        db.execute("update serversync.failures set tries = %s where outbox_id = %s", (number, seq))
+        db.execute("update serversync.waiting set tries = %s where outbox_id = %s", (number, seq))
     frontend.poison.clear()
     let_hours_pass(db)
     assert agent.once().returncode == 0
@@ -587,39 +587,6 @@ def test_an_age_without_end_does_not_hide_the_rest(
 
 
 # -- what went out once more ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["replay", "retry"])
-def test_what_is_sent_again_after_weeks_waits_only_since_then(
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
-    numbers: Numbers,
-    how: str,
-) -> None:
-    entity = str(uuid.uuid4())
-    if how == "retry":
-        frontend.rejected[entity] = "SCHEMA"
-    last = backend.enqueue(entity_id=entity)
-    assert agent.once().returncode == (1 if how == "retry" else 0)
-    frontend.rejected.clear()
-    let_days_pass(db, 20, last)
-    db.execute("update serversync.dead_letters set created_at = now() - interval '20 days'")
-    assert set(numbers.backlog()) == {0}
-
-    again = ["replay", "--seq", "1-", "--yes"] if how == "replay" else ["dlq", "retry-all"]
-    assert agent.once(*again).returncode == 0
-
-    seen = numbers.scrape()
-    assert seen("serversync_pending_entries") == 1
-    assert 0 < seen("serversync_oldest_pending_seconds") < 300
-    backlog = numbers.backlog()
-    assert backlog[-1] == 1 and set(backlog[:-2]) == {0}
-    assert agent.once().returncode == 0
-    assert numbers.scrape()("outbox_lag_seconds_sum") < 300
-    backlog = numbers.backlog()
-    assert backlog[-1] == 0 and set(backlog[:-2]) == {0}
 
 
 def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(

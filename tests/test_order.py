@@ -1,8 +1,6 @@
-"""Order where order matters: in a call by id, files after their metadata, the last word last."""
+"""Order where order matters: of an entity, of a call's own entry, of a file after its metadata."""
 
-import json
 import uuid
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,14 +43,10 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Plan:
-    """Entities (by number) as their entries come, in lanes of three, and what goes wrong."""
+    """Entities (by number) as their entries come, three of each call, and what goes wrong."""
 
     entities: list[int]
     cycles: list[Cycle]
-
-    @staticmethod
-    def lane(entity: int) -> int:
-        return entity // 3
 
 
 cycles = st.builds(
@@ -77,13 +71,14 @@ class Run:
         for seen in (frontend.requests, frontend.entries, frontend.uploads, frontend.log):
             seen.clear()
         frontend.store.clear()
-        self.ids = [str(uuid.uuid4()) for _ in range(9)]
         self.calls = [str(uuid.uuid4()) for _ in range(3)]
+        # The first of each three is the call itself.
+        self.ids = [str(uuid.uuid4()) if n % 3 else self.calls[n // 3] for n in range(9)]
         self.before = db.value("SELECT coalesce(max(id), 0) FROM sync_outbox")
         half = len(plan.entities) // 2
         for number, entity in enumerate(plan.entities[:half]):
             self.enqueue(backend, number, entity)
-        # Its lane is that of the entities 0 to 2: JSON entries come before and after the file's.
+        # Of the first call: entries of it come before and after the recording's.
         self.call = backend.end_call(call_log_id=self.calls[0], seconds=0.01, events=1)
         for number, entity in enumerate(plan.entities[half:], half):
             self.enqueue(backend, number, entity)
@@ -92,7 +87,7 @@ class Run:
         backend.enqueue("recording", payload, self.call.recording_id)
 
     def enqueue(self, backend: Backend, number: int, entity: int) -> None:
-        payload = {"callLogId": self.calls[self.plan.lane(entity)], "version": number}
+        payload = {"callLogId": self.calls[entity // 3], "version": number}
         backend.enqueue("call_log", payload, self.ids[entity])
 
     def disturb(self, cycle: Cycle) -> None:
@@ -107,31 +102,26 @@ class Run:
 
     def outbox(self) -> list[dict[str, Any]]:
         query = """
-            SELECT id, entity_type, entity_id::text, payload,
-                   coalesce(payload->>'callLogId', entity_id::text) AS lane
+            SELECT id, entity_type, entity_id::text, payload, payload->>'callLogId' AS call
             FROM sync_outbox WHERE id > %s ORDER BY id
         """
         return self.db.dicts(query, (self.before,))
 
     def check_arrivals(self) -> None:
-        """Nothing arrives before all that its call has waiting before it."""
+        """Nothing arrives before an earlier entry of its entity, or its call's own."""
         arrived = set(dead_letters(self.db))
         rows = self.outbox()
-        lanes = defaultdict(list)
-        for row in rows:
-            lanes[row["lane"]].append(row)
+        of_seq = {row["id"]: row for row in rows}
+        file = next(row for row in rows if row["entity_type"] == "recording_file")
         for what, _, which in self.frontend.log:
-            if what == "entry":
-                row = next(row for row in rows if row["id"] == which)
-            else:
-                found = (row for row in rows if row["entity_type"] == "recording_file")
-                row = next(row for row in found if row["entity_id"] == which)
-            earlier = (
+            row = of_seq[which] if what == "entry" else file
+            missing = [
                 other["id"]
-                for other in lanes[row["lane"]]
+                for other in rows
                 if other["id"] < row["id"] and other["entity_type"] != "recording_file"
-            )
-            missing = [seq for seq in earlier if seq not in arrived]
+                if other["entity_id"] in (row["entity_id"], row["call"])
+                if other["id"] not in arrived
+            ]
             assert not missing, f"{what} {row['id']} came before {missing}: {self.frontend.log}"
             arrived.add(row["id"])
 
@@ -178,90 +168,134 @@ def test_random_failures_on_random_entries_disturb_neither_order_nor_the_last_wo
     run.check_last_word()
 
 
-def test_a_failed_entry_that_is_due_again_during_a_long_pass_keeps_its_place(
+def test_a_failed_entry_that_is_due_again_during_a_long_pass_goes_before_what_waits_for_it(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
     """The first retry comes within two seconds; the pass below takes longer than that."""
-    lane = {"callLogId": str(uuid.uuid4())}
-    first = str(uuid.uuid4())
-    backend.enqueue("call_log", lane, first)
-    for _ in range(3):
-        backend.enqueue()
-    backend.enqueue("call_log", lane)
-    frontend.poison[first] = BOOM
+    entity = str(uuid.uuid4())
+    first = backend.enqueue(entity_id=entity)
+    others = [backend.enqueue() for _ in range(3)]
+    last = backend.enqueue(entity_id=entity)
+    frontend.poison[entity] = BOOM
 
     def slow(request: Request) -> Reply | None:
-        if request.entries[0]["seq"] != 3:
+        if [entry["seq"] for entry in request.entries] != others[1:2]:
             return None
         frontend.poison.clear()
         return Reply(200, {}, {"ok": True}, store=True, delay=2.2)
 
     frontend.on_entries = slow
-    agent.once(SYNC_BATCH_SIZE=1)
-    assert frontend.seqs()[:3] == [2, 3, 4]
-    let_hours_pass(db)
-    agent.once()
-    assert frontend.seqs()[3:] == [1, 5]
+    agent(SYNC_BATCH_SIZE=1)
+    frontend.wait(lambda: len(frontend.seqs()) == 5, 40)
+    assert frontend.seqs()[:2] == others[:2]
+    assert sorted(frontend.seqs()) == [first, *others, last]
+    assert frontend.seqs().index(first) < frontend.seqs().index(last)
 
 
-def test_entries_of_one_call_wait_behind_their_failed_one_and_other_calls_go_on(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+@pytest.mark.parametrize(
+    ("poisonous", "waiting_too"),
+    [
+        ("call_log", ["ivr_session_event", "ivr_session_event", "recording", "recording_file"]),
+        ("ivr_session_event", []),
+        ("recording", ["recording_file"]),
+        ("recording_file", []),
+    ],
+)
+def test_what_depends_on_a_failed_entry_waits_behind_it_and_all_else_goes_on(
+    poisonous: str,
+    waiting_too: list[str],
+    db: Database,
+    frontend: Frontend,
+    backend: Backend,
+    agent: AgentFactory,
 ) -> None:
-    stuck = backend.end_call(seconds=0.01)
-    other = backend.end_call(seconds=0.01)
-    frontend.poison[stuck.call_log_id] = BOOM
+    call, other = (backend.end_call(seconds=0.01) for _ in range(2))
+    bad = call.seq(poisonous)
+    is_file = poisonous == "recording_file"
+    entity = db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (bad,))
+
+    def refuse(request: Request) -> Reply | None:
+        file = request.file and request.file.call_log_id == call.call_log_id
+        return BOOM if (file if is_file else bad in seqs(request)) else None
+
+    frontend.on_entries = frontend.on_file = refuse
     agent.once()
-    assert frontend.seqs() == other.seqs[:-1]
-    assert list(frontend.files) == [other.call_log_id]
-    assert db.pending() == stuck.seqs
-    assert list(waiting(db)) == stuck.seqs[:1]
-    # A fresh call, while the first one still waits.
+    stuck = [s for s, what in zip(call.seqs, call.types, strict=True) if what in waiting_too]
+    stuck.insert(0, bad)
+    assert db.pending() == sorted(waiting(db)) == stuck
+    assert {row["code"] for seq, row in waiting(db).items() if seq != bad} <= {"WAITS_FOR"}
+    assert frontend.seqs() == [s for s in (*call.seqs[:-1], *other.seqs[:-1]) if s not in stuck]
+    assert other.call_log_id in frontend.files
+    # While it waits: a fresh call, a later word of the same entity, and of one that arrived.
     hold(db)
     fresh = backend.end_call(seconds=0.01)
-    requests = len(frontend.requests)
+    again = backend.enqueue(poisonous if not is_file else "recording", {"id": entity}, entity)
+    arrived = backend.enqueue("call_log", {}, other.call_log_id)
+    before = len(frontend.seqs())
     agent.once()
-    assert frontend.seqs() == other.seqs[:-1] + fresh.seqs[:-1]
-    assert db.pending() == stuck.seqs
-    assert len(frontend.requests) == requests + 2
-    frontend.poison.clear()
+    late = [*fresh.seqs[:-1], *([again] if is_file else []), arrived]
+    assert frontend.seqs()[before:] == late
+    assert fresh.call_log_id in frontend.files
+    frontend.on_entries = frontend.on_file = None
     let_hours_pass(db)
     assert agent.once().returncode == 0
-    assert frontend.seqs()[-4:] == stuck.seqs[:-1]
-    assert frontend.log[-1] == ("file", stuck.call_log_id, stuck.recording_id)
+    left = [seq for seq in stuck if seq != call.seq("recording_file")]
+    assert frontend.seqs()[before + len(late) :] == left + ([] if is_file else [again])
+    assert frontend.playable(call.recording_id)
+    assert not waiting(db)
 
 
-def test_a_file_that_waits_holds_no_json_entry_of_its_call(
+def seqs(request: Request) -> list[int]:
+    return [entry["seq"] for entry in request.entries]
+
+
+def test_the_call_is_found_by_either_name_in_any_writing_and_never_where_it_is_not(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    call = backend.end_call(seconds=0.01)
-    frontend.on_file = lambda _: BOOM
-    agent.once()
-    hold(db)
-    later = backend.enqueue("call_log", {"callLogId": call.call_log_id}, call.call_log_id)
-    agent.once()
-    assert frontend.seqs() == [*call.seqs[:-1], later]
-    assert db.pending() == [call.seq("recording_file")]
-
-
-def test_lanes_are_found_by_any_name_and_writing_of_the_call(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    """callLogId, call_log_id and the call's own id, in any case, name one lane."""
     call = str(uuid.uuid4())
     poisonous = backend.enqueue("call_log", {"id": call}, call)
     behind = [
         backend.enqueue("ivr_session_event", {"callLogId": call.upper()}),
         backend.enqueue("ivr_session_event", {"call_log_id": call}),
     ]
-    free = backend.enqueue("ivr_session_event", {"callLogId": None, "other": call})
+    payloads = [{"callLogId": None, "other": call}, {"callLogId": [call]}, {"callLogId": "x"},
+                [call], call, 1]  # fmt: skip
+    free = [backend.enqueue("ivr_session_event", payload) for payload in payloads]
     frontend.poison[call] = BOOM
     agent.once()
-    assert frontend.seqs() == [free]
+    assert frontend.seqs() == free
     assert db.pending() == [poisonous, *behind]
 
 
+def test_an_entry_of_the_call_whose_file_travels_waits_for_the_answer_and_undoes_nothing(
+    agent: AgentFactory, frontend: Frontend, backend: Backend
+) -> None:
+    call = backend.end_call()
+    late: list[int] = []
+
+    def slow_answer(request: Request) -> Reply:
+        transcript = {"callLogId": call.call_log_id, "uploadStatus": "local_only", "text": "hello"}
+        late.append(backend.enqueue("recording", transcript, entity_id=call.recording_id))
+        late.append(backend.enqueue())
+        assert request.file
+        # The frontend has the file by now, and is only slow to say so.
+        return Reply(200, body={"fileUrl": frontend.file_url(request.file)}, store=True, delay=4)
+
+    frontend.on_file = slow_answer
+    assert agent.once().returncode == 0
+    assert frontend.store[call.recording_id]["payload"]["text"] == "hello"
+    assert frontend.playable(call.recording_id), "the transcript undid the upload"
+    arrived = [item[2] for item in frontend.log]
+    assert arrived.index(call.recording_id) < arrived.index(late[0])
+    finished = frontend.of_kind("file")[0].finished
+    overtaking = next(r for r in frontend.of_kind("entries") if late[1] in seqs(r))
+    assert finished and overtaking.started < finished, "another call's entry waited for the file"
+
+
+@pytest.mark.parametrize("row", ["there", "gone"])
 @pytest.mark.parametrize("payload_of", [dict, lambda p: {**p, "uploadStatus": "upload_failed"}])
 def test_a_recording_sent_again_after_its_upload_still_carries_the_url(
+    row: str,
     payload_of: Callable[[dict[str, Any]], dict[str, Any]],
     db: Database,
     frontend: Frontend,
@@ -274,6 +308,8 @@ def test_a_recording_sent_again_after_its_upload_still_carries_the_url(
     assert status == "uploaded"
     snapshot = frontend.received(call.recording_id)[0]["payload"]
     assert snapshot["uploadStatus"] == "local_only"
+    if row == "gone":  # then our receipt knows
+        db.execute("DELETE FROM recordings")
     late = payload_of({**snapshot, "transcript": "moshi moshi"})
     seq = backend.enqueue("recording", late, call.recording_id)
     agent.once()
@@ -295,53 +331,56 @@ def test_a_recording_that_is_no_object_is_sent_as_it_is_after_its_upload(
     assert frontend.received(call.recording_id)[-1]["payload"] == ["strange"]
 
 
-def held_back(db: Database, backend: Backend) -> tuple[Callable[[], None], int]:
-    """An entry with a low id, in a transaction that is still open: its end, and the id."""
-    connection = db.connect(autocommit=False)
-    seq = backend.enqueue(connection=connection)
-
-    def commit() -> None:
-        connection.commit()
-        connection.close()
-
-    return commit, seq
-
-
 def test_an_id_that_becomes_visible_late_is_delivered(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
     agent.once()  # makes the NOTIFY trigger: a transaction that is open would be in its way
     agent()
-    commit, late = held_back(db, backend)
-    early = [backend.enqueue() for _ in range(3)]
-    frontend.wait(lambda: frontend.seqs() == early)
-    commit()
+    with db.connect(autocommit=False) as connection:
+        late = backend.enqueue(connection=connection)
+        early = [backend.enqueue() for _ in range(3)]
+        frontend.wait(lambda: frontend.seqs() == early)
     frontend.wait(lambda: frontend.seqs() == [*early, late])
     wait_until(lambda: not db.pending())
 
 
-def test_an_id_that_becomes_visible_behind_the_pass_is_delivered_by_the_same_cycle(
+@pytest.mark.parametrize("failing", [False, True])
+def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_later_one(
+    failing: bool, agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    """Also where another entry waits: then the pass writes down what it passed over."""
+    assert agent.once().returncode == 0
+    recording = str(uuid.uuid4())
+    if failing:
+        bad = str(uuid.uuid4())
+        backend.enqueue(entity_id=bad)
+        frontend.poison[bad] = BOOM
+    late = db.connect(autocommit=False)
+    first = backend.enqueue("recording", {"text": "old"}, recording, connection=late)
+    for _ in range(3):
+        backend.enqueue()
+    last: list[int] = []
+
+    def commit_behind_the_pass(request: Request) -> None:
+        if not last and max(seqs(request), default=0) > first:
+            late.commit()
+            last.append(backend.enqueue("recording", {"text": "new"}, recording))
+
+    frontend.on_entries = commit_behind_the_pass
+    with late:
+        assert agent.once(SYNC_BATCH_SIZE=1).returncode == (75 if failing else 0)
+    order = frontend.seqs()
+    assert order.index(first) < order.index(last[0])
+    assert frontend.store[recording]["payload"]["text"] == "new"
+
+
+def test_order_is_kept_in_many_batches_while_every_third_request_fails(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    commit, late = held_back(db, backend)
-    early = [backend.enqueue() for _ in range(3)]
-
-    def commit_behind(request: Request) -> None:
-        if request.entries[0]["seq"] == early[1]:
-            commit()
-
-    frontend.on_entries = commit_behind
-    assert agent.once(SYNC_BATCH_SIZE=1).returncode == 0
-    assert frontend.seqs() == [*early, late]
-
-
-def test_a_call_of_many_batches_arrives_in_order_while_its_batches_fail(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    """Every third request fails, whatever it holds."""
-    lane = {"callLogId": str(uuid.uuid4())}
+    """Whatever it holds, the empty ones among them."""
+    entity = str(uuid.uuid4())
     calls: list[Call] = [backend.end_call(seconds=0.01, events=5) for _ in range(4)]
-    own = [backend.enqueue("ivr_session_event", lane) for _ in range(40)]
+    own = [backend.enqueue("ivr_flow", {"version": n}, entity) for n in range(40)]
 
     def every_third(request: Request) -> Reply | None:
         return BOOM if len(frontend.requests) % 3 == 0 else None
@@ -360,6 +399,7 @@ def test_a_call_of_many_batches_arrives_in_order_while_its_batches_fail(
         frontend.wait(partial(moved_on, count))
     assert [seq for seq in frontend.seqs() if seq in own] == own
     for call in calls:
-        assert [seq for seq in frontend.seqs() if seq in call.seqs] == call.seqs[:-1]
-    sent = [json.loads(request.body or b"") for request in frontend.of_kind("entries")]
-    assert max(len(body["entries"]) for body in sent) <= 10
+        arrived = [seq for seq in frontend.seqs() if seq in call.seqs]
+        assert sorted(arrived) == call.seqs[:-1] and arrived[0] == call.seqs[0]
+        assert frontend.playable(call.recording_id)
+    assert max(len(request.entries) for request in frontend.requests) <= 10

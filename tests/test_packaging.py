@@ -58,7 +58,7 @@ class Tour:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 environ = (entry / "environ").read_text(errors="replace")
-                command = (entry / "cmdline").read_text().replace("\0", " ")
+                command = (entry / "cmdline").read_text(errors="replace").replace("\0", " ")
             except (OSError, ProcessLookupError):
                 continue
             if self.mark in environ or str(self.temporary) in command:

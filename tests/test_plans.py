@@ -1,198 +1,152 @@
 """Plans of the statements that run all the time: what they read does not grow with the backlog.
 
-With many pending entries and more processed ones, after ANALYZE. A plan that reads the whole table,
-or all that is pending, or sorts it, shows in the rows that it touched: no time is asserted.
+With many pending entries and more processed ones, whatever the statistics say, and with entries
+that wait. A plan that reads the whole table, or all that is pending, or sorts it, shows in the rows
+that it touched: no time is asserted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 import serversync
 from pg import Cluster, Database
-from plans import FILL, OUTBOX, PENDING_INDEX, Plan, explain
+from plans import FILL, PENDING_INDEX, Plan, explain
 
-PENDING, PROCESSED, WAITING = 20_000, 100_000, 1000
+PROCESSED, WAITING, BEHIND, PENDING, BATCH = 100_000, 1000, 200, 20_000, 100
 
-# Some call logs at the far end of the backlog wait after a failure.
-FAIL = """
-    insert into serversync.failures (outbox_id, entity_type, is_file, lane, tries, attempts,
-        successes, next_attempt_at, error_code, error)
-    select id, entity_type, entity_type = 'recording_file', serversync.lane(payload, entity_id),
-           3, 0, 0, now() + interval '10 minutes', 'FRONTEND_5XX', 'the frontend has trouble'
-    from (select * from sync_outbox where processed_at is null and entity_type = 'call_log'
-          order by id desc limit %s) o
+# The backlog begins with entries that fail, and what belongs to their calls stands behind them.
+DEPEND = """
+    insert into sync_outbox (entity_type, entity_id, payload)
+    select 'ivr_session_event', gen_random_uuid(), jsonb_build_object('callLogId', entity_id)
+    from (select entity_id from sync_outbox where processed_at is null order by id limit %s) o
 """
+RECORDINGS = """
+    insert into sync_outbox (entity_type, entity_id, payload)
+    select 'recording_file', gen_random_uuid(), jsonb_build_object('callLogId', gen_random_uuid())
+    from generate_series(1, 20)
+"""
+FAIL = """
+    insert into serversync.waiting (outbox_id, entity_id, entity_type, is_file, code, reason, tries,
+        next_attempt_at)
+    select id, entity_id, entity_type, false, 'FRONTEND_5XX', 'the frontend has trouble', 3,
+           now() + id * interval '1 millisecond'
+    from (select * from sync_outbox where processed_at is null order by id limit %s) o
+"""
+STATISTICS = {
+    "fresh": "at the end",
+    "none": "never",
+    "of an idle box": "before anything was pending",  # the planner expects to find nothing
+}
 
 
-@dataclass
 class Backlog:
-    """A database with a backlog, a schema and an index, and where its pending entries are."""
+    """A database with a backlog, and where its pending entries are."""
 
-    db: Database
-    first: int = 0
-    last: int = 0
-    middle: int = 0
-    some: list[int] = field(default_factory=list)
+    def __init__(self, cluster: Cluster, analyzed: str, failing: int) -> None:
+        self.db, self.failing = Database(cluster), failing
+        with self.db.connect() as connection:
+            for statement in (serversync.CREATE_SCHEMA, *serversync.MIGRATIONS):
+                connection.execute(statement)
+            connection.execute(serversync.CREATE_INDEX)
+        for table in ("sync_outbox", "serversync.waiting"):  # nobody else analyzes in between
+            self.db.execute(f"alter table {table} set (autovacuum_enabled = off)")
+        self._fill(PROCESSED, True)
+        if analyzed == "before anything was pending":
+            self.db.execute("analyze")
+        self._fill(WAITING, False)
+        self.db.execute(DEPEND, (BEHIND,))
+        self._fill(PENDING - WAITING - BEHIND - 20, False)
+        self.db.execute(RECORDINGS)
+        self.db.execute(FAIL, (failing,))
+        if analyzed == "at the end":
+            self.db.execute("analyze")
+        self.pending = self.db.pending()
+        # Where a batch ends: behind those that fail, and what depends on them.
+        self.reached = self.pending[(failing + BEHIND if failing else 0) + BATCH - 1]
 
-    def plan(self, statement: str, generic: bool = False, **params: Any) -> Plan:
+    def _fill(self, count: int, done: bool) -> None:
+        self.db.execute(FILL, {"entity_type": "call_log", "count": count, "processed": done})
+
+    def plan(self, statement: str, generic: bool, **params: Any) -> Plan:
+        nothing: dict[str, Any] = {"skip": [], "recordings": [], "calls": []}
         with self.db.connect() as connection:
             connection.execute(serversync.SESSION)
-            return explain(connection, statement, params, generic)
+            return explain(connection, statement, nothing | params, generic)
 
 
-def fill(db: Database, pending: int, processed: int) -> None:
-    for count, done in ((processed, True), (pending, False)):
-        db.execute(FILL, {"entity_type": "call_log", "count": count, "processed": done})
+@pytest.fixture(scope="module", params=[0, WAITING], ids=["none waits", "a thousand wait"])
+def failing(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
-@pytest.fixture(scope="module")
-def backlog(cluster: Cluster) -> Iterator[Backlog]:
-    db = Database(cluster)
-    with db.connect() as connection:
-        connection.execute(serversync.CREATE_SCHEMA)
-        for migration in serversync.MIGRATIONS:
-            connection.execute(migration)
-    fill(db, PENDING, PROCESSED)
-    with db.connect() as connection:
-        connection.execute(serversync.CREATE_INDEX)
-    db.execute("analyze")
-    found = Backlog(db)
-    found.some = [row[0] for row in db.rows(
-        "select id from sync_outbox where processed_at is null order by id limit 100")]  # fmt: skip
-    found.first = found.some[0]
-    found.last = db.value("select max(id) from sync_outbox")
-    found.middle = (found.first + found.last) // 2
-    yield found
-    db.drop()
+@pytest.fixture(scope="module", params=list(STATISTICS.values()), ids=list(STATISTICS))
+def backlog(request: pytest.FixtureRequest, cluster: Cluster, failing: int) -> Iterator[Backlog]:
+    made = Backlog(cluster, request.param, failing)
+    yield made
+    made.db.drop()
 
 
-@pytest.fixture(scope="module")
-def waiting(backlog: Backlog) -> Backlog:
-    """The same, and some entries wait after a failure. Last: it changes the backlog."""
-    backlog.db.execute(FAIL, (WAITING,))
-    backlog.db.execute("analyze serversync.failures")
-    return backlog
+def limits(where: Backlog) -> Iterator[tuple[str, dict[str, Any], int, int]]:
+    """Statement, parameters, and how many rows of the outbox and of `waiting` it may touch."""
+    ids, head = where.pending, where.failing + (BEHIND if where.failing else 0)
+    most = {"size": BATCH, "bytes": 512 * 1024, "most": 8 << 20}
+    everything = {"after": 0, "until": ids[-1]}
+    batch = ids[head : head + BATCH]
+    yield "FETCH", everything | most, head + BATCH, 3 * (head + BATCH)
+    for after in (ids[PENDING // 2], ids[-50]):
+        yield "FETCH", {**everything, "after": after, **most}, BATCH, 3 * BATCH
+    yield "FETCH_ALONE", most | {"seq": ids[5], "size": 1}, 1, 0
+    yield "HOLD_BACK", {"after": 0, "until": where.reached}, head + BATCH, 4 * (head + BATCH)
+    yield "HOLD_BACK", {"after": ids[-101], "until": ids[-1]}, BATCH, 4 * BATCH + where.failing
+    yield "NEXT_RETRY", {"files": False, "before": None}, 0, 10
+    yield "NEXT_RETRY", {"files": True, "before": None}, 0, 2 * where.failing
+    # One pass over what is pending, and the newest hundred of it.
+    yield "NEWEST_FREE", {}, PENDING + 2 * BATCH, 2 * (where.failing + 2 * BATCH)
+    yield "NEXT_ID", everything, head + 1, head + 1
+    yield "NEXT_FILE", {"reached": ids[-1]}, PENDING, where.failing + 1
+    # Whether an earlier entry of its call became visible late: all that is pending before it.
+    yield "READ_FILE", {"seq": ids[-1]}, PENDING, 10
+    yield "PAST", {"seq": ids[3], "readable": True}, 1, 1
+    yield "CONFIRM", CONFIRMED | {"seqs": batch}, 2 * BATCH, 2 * where.failing
+    yield "STILL_PENDING", {"seqs": batch}, BATCH, 0
+    yield "LAST", {}, 1, 0
+    yield "UNFINISHED", {}, 1, 0
+    # Whether there is a recording among them, it has to look.
+    yield "LOOK", {}, PENDING + 2, 2
+    yield "SWEEP", {}, PENDING if where.failing else 0, 6 * where.failing
+    yield "PRUNE", {"days": 30}, 0, 0
 
 
-def fetch(where: Backlog, generic: bool, **more: Any) -> Plan:
-    params = {"after": 0, "until": where.last, "size": 100, "bytes": 512 * 1024, "skip": [],
-              "fresh": False, **more}  # fmt: skip
-    return where.plan(serversync.FETCH, generic, **params)
+CONFIRMED = {
+    "kind": "entries", "bytes": 50_000, "key": "k", "request_sha256": "r", "answer_sha256": "a",
+    "status": 200, "outcome": "sent", "seconds": 0.1, "call_log_id": None, "entity_id": None,
+    "url": None,
+}  # fmt: skip
 
 
-kinds = pytest.mark.parametrize("generic", [False, True], ids=["custom", "generic"])
-
-
-@kinds
-def test_batch_is_read_off_the_pending_index_wherever_the_pass_is(
+@pytest.mark.parametrize("generic", [False, True], ids=["custom", "generic"])
+def test_hot_statements_touch_what_they_need_whatever_the_statistics_say(
     backlog: Backlog, generic: bool
 ) -> None:
-    for after in (0, backlog.middle, backlog.last - 50):
-        plan = fetch(backlog, generic, after=after)
-        assert plan.scans() == [f"Index Scan {PENDING_INDEX}"], plan.outline()
-        assert plan.touched() <= 100, plan.outline()
-        assert plan.sorted() == 0, plan.outline()
+    wrong = []
+    for name, params, of_outbox, of_waiting in limits(backlog):
+        plan = backlog.plan(getattr(serversync, name), generic, **params)
+        touched = plan.touched(), plan.touched("waiting")
+        whole = any(scan == "Seq Scan" for scan in plan.scans())
+        if touched[0] > of_outbox or touched[1] > of_waiting or whole or plan.sorted() > 2 * BATCH:
+            bounds = f"{touched} of {of_outbox, of_waiting}, sorted {plan.sorted()}"
+            wrong.append(f"{name} {str(params)[:200]}: {bounds}\n{plan.outline()}")
+    assert not wrong, "\n\n".join(wrong)
 
 
-@kinds
-def test_batch_without_the_lanes_that_are_left_out_reads_little_more(
-    backlog: Backlog, generic: bool
-) -> None:
-    lanes = backlog.db.rows(
-        "select serversync.lane(payload, entity_id) from sync_outbox where id = any (%s)",
-        (backlog.some[:10],),
-    )
-    plan = fetch(backlog, generic, skip=[lane for (lane,) in lanes])
-    assert plan.scans() == [f"Index Scan {PENDING_INDEX}"], plan.outline()
-    assert plan.touched() <= 120 and plan.sorted() == 0, plan.outline()
-
-
-@kinds
-def test_confirming_a_batch_touches_its_own_rows(backlog: Backlog, generic: bool) -> None:
-    plan = backlog.plan(
-        serversync.CONFIRM, generic, seqs=backlog.some, endpoint="entries", outcome="sent",
-        kind="entries", bytes=50_000, key="k", request_sha256="r", answer_sha256="a", status=200,
-        seconds=0.1, lane=None, entity_id=None, url=None, directory=None, files=None,
-    )  # fmt: skip
-    # The primary key or the pending index, as it likes: both find one row an id.
-    assert not any(scan.startswith("Seq Scan") for scan in plan.scans()), plan.outline()
-    assert plan.touched() <= 2 * len(backlog.some), plan.outline()
-
-
-@kinds
-def test_end_and_beginning_of_what_is_pending_are_read_off_the_index(
-    backlog: Backlog, generic: bool
-) -> None:
-    for statement, params in (
-        (serversync.LAST, {}),
-        (serversync.NEXT_PENDING, {"after": backlog.middle}),
-        (serversync.UNFINISHED, {}),
-    ):
-        plan = backlog.plan(statement, generic, **params)
-        assert plan.touched() <= 1, plan.outline()
-        assert not any(PENDING_INDEX not in scan for scan in plan.scans()), plan.outline()
-
-
-def test_head_of_a_cycle_never_reads_what_is_processed(backlog: Backlog) -> None:
-    plan = backlog.plan(serversync.LOOK)
-    assert not any(scan == "Seq Scan" for scan in plan.scans()), plan.outline()
-    # Whether there is a recording among them, it has to look; not more than once.
-    assert plan.touched() <= PENDING + 2, plan.outline()
-    assert plan.sorted() == 0, plan.outline()
-
-
-@kinds
-def test_what_is_known_of_entries_is_found_by_their_ids(backlog: Backlog, generic: bool) -> None:
-    for statement, params in (
-        (serversync.PAST, {"seq": backlog.middle, "endpoint": "entries"}),
-        (serversync.LANES, {"seqs": backlog.some}),
-        (serversync.STILL_PENDING, {"seqs": backlog.some}),
-    ):
-        plan = backlog.plan(statement, generic, **params)
-        assert plan.scans() and plan.touched() <= len(backlog.some), plan.outline()
-
-
-def test_pruning_reads_nothing_where_nothing_is_old(backlog: Backlog) -> None:
-    plan = backlog.plan(serversync.PRUNE, days=30)
-    assert plan.touched() == 0, plan.outline()
-
-
-def test_recordings_are_found_without_what_is_processed(backlog: Backlog) -> None:
-    plan = backlog.plan(serversync.FETCH_FILES, after=0, skip=[], fresh=False, limit=20)
-    assert not any(scan == "Seq Scan" for scan in plan.scans()), plan.outline()
-    assert plan.touched() <= 2 * PENDING, plan.outline()
-
-
-@kinds
-def test_batch_beside_entries_that_wait_reads_little_more(waiting: Backlog, generic: bool) -> None:
-    plan = fetch(waiting, generic)
-    assert f"Index Scan {PENDING_INDEX}" in plan.scans(), plan.outline()
-    assert not any(scan.startswith("Seq Scan") for scan in plan.scans()), plan.outline()
-    assert plan.touched() <= 400, plan.outline()
-    assert plan.touched("failures") <= WAITING, plan.outline()
-
-
-@kinds
-def test_next_due_time_costs_nothing_and_stale_failures_at_most_what_is_pending(
-    waiting: Backlog, generic: bool
-) -> None:
-    due = waiting.plan(serversync.NEXT_DUE, generic, since="now")
-    assert due.touched() <= 10, due.outline()
-    stale = waiting.plan(serversync.DROP_STALE, generic)
-    assert not any(scan == "Seq Scan" for scan in stale.scans()), stale.outline()
-    assert stale.touched() <= 2 * PENDING, stale.outline()
-
-
-def test_plan_that_reads_the_whole_table_is_noticed(backlog: Backlog) -> None:
-    with backlog.db.connect() as connection, connection.transaction(force_rollback=True):
-        connection.execute(f"drop index {PENDING_INDEX}")
-        connection.execute("drop index idx_sync_outbox_pending")
-        params = {"after": 0, "until": backlog.last, "size": 100, "bytes": 1 << 19, "skip": [],
-                  "fresh": False}  # fmt: skip
-        connection.execute(serversync.SESSION)
-        plan = explain(connection, serversync.FETCH, params)
-    assert plan.scans(OUTBOX) != [f"Index Scan {PENDING_INDEX}"]
-    assert plan.touched() > 1000
+def test_plan_that_reads_the_whole_table_is_noticed(cluster: Cluster) -> None:
+    backlog = Backlog(cluster, "at the end", 0)
+    backlog.db.execute(f"drop index {PENDING_INDEX}")
+    backlog.db.execute("drop index idx_sync_outbox_pending")
+    name, params, of_outbox, _ = next(limits(backlog))
+    plan = backlog.plan(getattr(serversync, name), False, **params)
+    assert plan.scans() != [f"Index Scan {PENDING_INDEX}"]
+    assert plan.touched() > of_outbox
+    backlog.db.drop()

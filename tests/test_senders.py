@@ -1,15 +1,17 @@
 """One sender a database: two agents, standbys that take over, sessions that end in mid-work."""
 
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from agent import Agent, AgentFactory, NotifySocket
 from backend import Backend, Call
 from frontend import Frontend, Reply, Request
-from ledger import uploads
+from ledger import dead_letters, receipts, uploads, waiting
 from pg import Database
 from proxy import Proxy
 from waiting import wait_until
@@ -37,13 +39,39 @@ def end_session(db: Database, pid: int | None) -> None:
     wait_until(lambda: sender(db) != pid, what="the end of the session")
 
 
-def start_pair(agent: AgentFactory) -> tuple[Agent, Agent]:
-    """A sender and a standby."""
-    first = agent()
+def start_pair(agent: AgentFactory, **settings: Any) -> tuple[Agent, Agent]:
+    """A sender with these settings, and a standby."""
+    first = agent(SYNC_DEVICE_ID="first", **settings)
     first.wait_sentence("idle")
-    second = agent()
+    second = agent(SYNC_DEVICE_ID="second")
     second.wait_log("standby")
     return first, second
+
+
+def take_over(db: Database, proxy: Proxy) -> None:
+    """Ends the sender's session, and keeps it out (it is behind the proxy) until the standby has
+    the lock: it would be back at once."""
+    proxy.refuse()
+    end_session(db, sender(db))
+    wait_until(lambda: db.value("SELECT epoch FROM serversync.sender") == 2, what="the standby")
+    proxy.resume()
+
+
+class Patience:
+    """A hook that answers a device's requests not before it is told to."""
+
+    def __init__(self, reply: Reply | None = None) -> None:
+        self.reply = reply  # what the first request gets
+        self.told: set[str] = set()
+
+    def __call__(self, request: Request) -> Reply | None:
+        wait_until(lambda: device(request) in self.told, 60, "the test to let it go on")
+        reply, self.reply = self.reply, None
+        return reply
+
+
+def device(request: Request) -> str:
+    return str(request.headers["X-Serversync-Device"])
 
 
 def upload_under_way(frontend: Frontend, backend: Backend, seconds: float = 60) -> Call:
@@ -170,41 +198,29 @@ def test_session_that_ends_in_the_middle_of_a_request_costs_no_second_request(
 
 
 def test_result_of_a_sender_that_lost_its_lock_in_the_middle_of_an_upload_is_thrown_away(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
 ) -> None:
-    first, second = start_pair(agent)
-    call = upload_under_way(frontend, backend)
-
-    def late(request: Request) -> Reply | None:
-        if request is frontend.of_kind("file")[0]:
-            return None
-        assert request.file is not None
-        url = frontend.file_url(request.file)
-        return Reply(body={"fileUrl": url}, store=True, delay=3)
-
-    # The second one uploads the same file, and the first one's answer comes before the second's.
-    frontend.on_file = late
-    end_session(db, sender(db))
-    wait_until(lambda: db.value("SELECT epoch FROM serversync.sender") == 2, what="the standby")
-    frontend.wait(lambda: len(frontend.of_kind("file")) == 2, what="the standby's upload")
+    first, second = start_pair(agent, DATABASE_URL=db.url_through(proxy.port))
+    # The second one uploads the same file, and the first one's answer comes in the middle of that.
+    frontend.on_file = patience = Patience()
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.of_kind("file")[0].file, what="an upload")
+    take_over(db, proxy)
+    frontend.wait(lambda: frontend.of_kind("file")[1].file, what="the standby's upload")
+    patience.told.add("first")
     frontend.wait(lambda: frontend.of_kind("file")[0].finished, what="the first one's answer")
     # The first one may neither mark nor delete: the new sender still needs the file.
     first.wait_log("standby")
     assert call.wav.exists() and call.meta.exists()
     assert call.seq("recording_file") in db.pending()
     assert backend.upload_status(call) == ("local_only", None)
-
-    frontend.read_rate = frontend.on_file = None
+    # Nor when it has its lock again: nobody knows what the other one did.
+    second.kill()
+    patience.told.add("second")
+    first.wait_log("another sender came between")
     assert_delivered(db, backend, frontend, call)
     assert receipts_of_files(db) == 1
-    # When the lock is back with the first one, its old result is worth nothing.
-    second.stop()
-    first.wait_log("another sender came between")
-    later = backend.end_call()
-    assert_delivered(db, backend, frontend, later)
-    assert_delivered(db, backend, frontend, call)
-    assert receipts_of_files(db) == 2
-    assert len(frontend.uploads) == 3
+    assert len([r for r in frontend.of_kind("file") if device(r) == "first"]) == 2
 
 
 def receipts_of_files(db: Database) -> int:
@@ -212,30 +228,79 @@ def receipts_of_files(db: Database) -> int:
     return count
 
 
-def test_failure_of_a_sender_that_lost_its_lock_turns_no_state_back(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+@pytest.mark.parametrize(
+    "answer", [Reply(400, body={"error": "no"}), Reply(500), Reply(body={"ok": True})]
+)
+def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_state_back(
+    agent: AgentFactory,
+    backend: Backend,
+    db: Database,
+    frontend: Frontend,
+    proxy: Proxy,
+    answer: Reply,
 ) -> None:
-    first, second = start_pair(agent)
-    # The first one will get a rejection for what the second one delivers.
-    answers = iter([Reply(400, body={"error": "no"}, delay=5)])
-    frontend.on_entries = lambda request: next(answers, None)
-    seq = backend.enqueue()
+    first, second = start_pair(agent, DATABASE_URL=db.url_through(proxy.port))
+    # The first one gets another answer for what the second one delivers.
+    frontend.on_entries = patience = Patience(answer)
+    seqs = list(backend.enqueue_many(2))
     frontend.wait(lambda: frontend.of_kind("entries"))
-    end_session(db, sender(db))
-    frontend.wait(lambda: seq in frontend.seqs(), what="the entry, by the standby")
-    processed = "SELECT processed_at FROM sync_outbox WHERE id = %s"
-    marked = wait_until(lambda: db.value(processed, (seq,)), what="its mark")
-    frontend.wait(lambda: frontend.requests[0].finished, what="the rejection")
+    take_over(db, proxy)
+    patience.told.add("first")
+    frontend.wait(lambda: frontend.requests[0].finished, what="that answer")
+    patience.told.add("second")
+    frontend.wait(lambda: frontend.seqs() == seqs, what="the entries, by the standby")
+    marks = "SELECT id, processed_at FROM sync_outbox WHERE processed_at IS NOT NULL ORDER BY id"
+    marked = wait_until(lambda: len(rows := db.rows(marks)) == 2 and rows, what="their marks")
     first.wait_log("standby")
+    free = time.monotonic()
     second.stop()
     later = backend.enqueue()
     frontend.wait(lambda: later in frontend.seqs(), what="an entry by the first one again")
-    assert db.value(processed, (seq,)) == marked
-    assert db.value("SELECT count(*) FROM serversync.dead_letters") == 0
-    assert db.value("SELECT count(*) FROM serversync.failures") == 0
+    # No question whether the frontend lives, and no smaller batch, before it had its lock again.
+    again = [request for request in frontend.requests[1:] if device(request) == "first"]
+    assert min(request.started for request in again) > free
+    assert frontend.seqs() == [*seqs, later]
+    assert db.rows(marks)[:2] == marked
+    assert not waiting(db) and not dead_letters(db)
+    wait_until(lambda: len(receipts(db)) == 2, what="one receipt of each request")
 
 
 # -- a connection that is half-open --------------------------------------------------------------
+
+
+def test_an_answer_that_comes_after_a_move_to_another_database_concerns_none_of_its_entries(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    told = threading.Event()
+
+    def hook(request: Request) -> Reply | None:
+        if told.is_set() or not request.entries:
+            return None
+        told.wait(20)
+        return Reply(400, {}, {"error": "not like this"})
+
+    frontend.on_entries = hook
+    old = backend.enqueue()
+    second = Database(db.cluster)
+    try:
+        frontend.wait(lambda: frontend.of_kind("entries"), what="a request")
+        second.execute(
+            "insert into sync_outbox (entity_type, entity_id, payload)"
+            " select 'schedule', gen_random_uuid(), '{}' from generate_series(1, 3)"
+        )
+        running.update_env(agent.env(DATABASE_URL=second.url))
+        running.hup()
+        running.wait_log("another sender came between")
+        told.set()
+        frontend.wait(lambda: not second.pending(), what="all of the other database")
+        assert frontend.seqs() == [1, 2, 3] and not dead_letters(second)
+        assert db.pending() == [old]
+        running.close()
+    finally:
+        told.set()
+        second.drop()
 
 
 def test_connection_that_falls_silent_in_the_middle_of_work_is_replaced_within_a_minute(
@@ -283,11 +348,10 @@ def test_connection_that_falls_silent_while_idle_is_replaced_within_a_minute_and
     notify: NotifySocket,
     record_property: Callable[[str, object], None],
 ) -> None:
-    watchdog = 41.0  # the shortest one that is accepted
+    watchdog = 12.0  # shorter than the database's deadline
     running = agent(
         notify=notify,
         WATCHDOG_USEC=int(watchdog * 1e6),
-        SYNC_TIMEOUT_SEC=10,
         DATABASE_URL=db.url_through(proxy.port),
     )
     running.wait_sentence("idle")

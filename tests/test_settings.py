@@ -869,7 +869,7 @@ def test_a_pull_that_fails_is_said_once_and_is_no_outage_of_the_deliveries(
     seqs = [backend.enqueue() for _ in range(3)]
     frontend.wait(lambda: set(seqs) <= set(frontend.seqs()), what="the entries")
     wait_until(lambda: not db.pending(), what="their marks")
-    assert not db.rows("SELECT FROM serversync.failures")
+    assert not db.rows("SELECT FROM serversync.waiting")
     example().serve(frontend)
     running.hup()
     running.wait_log("ivr-flows changed")
@@ -890,7 +890,7 @@ def test_a_failing_pull_backs_off_and_a_recovery_is_said(
     running.wait_sentence("idle")
 
 
-def test_entries_wait_for_one_request_at_most(
+def test_entries_do_not_wait_for_a_page_of_the_settings_that_hangs(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
     example().serve(frontend)
@@ -900,17 +900,17 @@ def test_entries_wait_for_one_request_at_most(
     release = threading.Event()
 
     def hook(request: Any) -> Reply | None:
-        order.append("settings" if request.kind == "other" else request.kind)
-        if request.kind == "other" and "entries" not in order:
-            release.wait(20)  # until there is an entry
+        order.append(request.kind)
+        if request.kind == "other":
+            release.wait(20)
         return None
 
     frontend.on_head = hook
     wait_until(lambda: order, what="a question")
     backend.enqueue()
+    frontend.wait(lambda: frontend.entries, what="the entry")
+    assert order == ["other", "entries"]
     release.set()
-    frontend.wait(lambda: "entries" in order, what="the entry")
-    assert order.index("entries") <= 2
 
 
 def test_a_stop_does_not_wait_for_the_settings(agent: AgentFactory, frontend: Frontend) -> None:
@@ -925,32 +925,32 @@ def test_a_pause_that_the_deliveries_were_told_is_kept_by_the_settings(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
     Desired().serve(frontend)
-    frontend.on_entries = script(Reply(429, {"Retry-After": "3"}))
+    pause = Reply(429, {"Retry-After": "3"})
+    frontend.on_entries = script(pause, pause)  # of the entry, and of the empty request
     agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
     frontend.wait(lambda: len(asked(frontend)) > 8, what="two pulls")
     backend.enqueue()
     frontend.wait(lambda: frontend.entries)
-    refused, accepted = frontend.of_kind("entries")
-    told = refused.finished or 0.0
+    empty = frontend.of_kind("empty")[0]
+    accepted = frontend.of_kind("entries")[-1]
+    told = empty.finished or 0.0
     assert accepted.started - told > 1.5
-    pause = [r for r in asked(frontend) if told < r.started < told + 1.5]
-    assert not pause
+    assert not [r for r in asked(frontend) if told < r.started < told + 1.5]
     frontend.wait(lambda: asked(frontend)[-1].started > accepted.started, what="a pull behind it")
 
 
-def test_a_pause_that_the_settings_were_told_is_kept_by_the_deliveries(
+def test_a_pause_that_the_settings_were_told_is_theirs_alone(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
     frontend.pages[PATHS["number-groups"]] = Reply(429, {"Retry-After": "3"})
     running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
     running.wait_log("no settings now")
-    told = time.monotonic()
     backend.enqueue()
     frontend.wait(lambda: frontend.entries)
-    assert time.monotonic() - told > 1.5
-    first = frontend.of_kind("entries")[0].started
-    pause = [request for request in asked(frontend) if request.started < first][-1]
-    assert first - (pause.finished or 0) >= 2.5
+    assert len(asked(frontend)) == 1
+    frontend.wait(lambda: len(asked(frontend)) > 1, what="the next pull")
+    first, second = asked(frontend)[:2]
+    assert second.started - (first.finished or 0) >= 2.5
 
 
 def test_settings_come_while_a_long_backlog_goes_out(
@@ -1094,7 +1094,6 @@ def test_a_table_that_is_missing_is_said_and_the_others_are_applied(
         db.value(f"SELECT count(*) FROM {name}") for name in ("call_action_rules", "ivr_nodes")
     ]
     assert counts == [2, 9]
-    assert not db.rows("SELECT FROM serversync.system_settings")
     checks = desk.json("doctor", code=None, FRONTEND_SYNC_INTERVAL_SEC=1)["checks"]
     said = [check["text"] for check in checks if check["name"] == "settings"]
     assert "there is no table announcements: it stays as it is" in said

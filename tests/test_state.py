@@ -1,11 +1,13 @@
 """State: the schema of the agent's own, the backend's tables, rights, leftovers, exit codes."""
 
 import contextlib
+import json
 import os
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -15,7 +17,7 @@ import serversync
 from agent import PYTHON, REPOSITORY, Agent, AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply
-from ledger import dead, failures, let_hours_pass, receipts
+from ledger import dead, entity_of, failures, hold, let_hours_pass, receipts, uploads, waiting
 from pg import Database
 from waiting import wait_until
 
@@ -96,6 +98,101 @@ def test_first_start_makes_the_schema_and_the_second_changes_nothing(
     assert "version" not in again.stderr
     assert (definitions(db, "serversync"), definitions(db, "public")) == first
     assert db.value("SELECT max(number) FROM serversync.schema_version") == number
+
+
+V1_WAITING = """
+    INSERT INTO serversync.failures (outbox_id, entity_type, is_file, lane, tries, attempts,
+        successes, next_attempt_at, error_code, error, http_status, first_failed_at, waited)
+    SELECT id, entity_type, entity_type = 'recording_file', serversync.lane(payload, entity_id),
+           7, %(attempts)s, 5, now() - interval '1 s', %(code)s, 'as it was', 500,
+           now() - %(hours)s * interval '1 hour', 100
+    FROM sync_outbox WHERE id = %(seq)s
+"""
+V1_LETTER = """
+    WITH dead AS (
+        UPDATE sync_outbox SET processed_at = now() WHERE id = %(seq)s RETURNING *
+    )
+    INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,
+        error_code, error_message, attempts)
+    SELECT id, entity_type, entity_id, payload,
+           to_jsonb(dead) - 'payload' - 'processed_at', 'BAD_REQUEST', 'no', 1 FROM dead
+"""
+V1_UPLOADED = """
+    WITH sent AS (
+        UPDATE sync_outbox SET processed_at = now() WHERE id = ANY (%(seqs)s)
+    ), kept AS (
+        INSERT INTO serversync.uploads (outbox_id, directory, files, file_url)
+        VALUES (%(seq)s, %(directory)s, %(files)s, 'http://frontend/mixed.wav')
+    )
+    INSERT INTO serversync.deliveries (kind, first_seq, last_seq, entries, bytes, outcome,
+        started_at, duration_ms, lane, entity_id, url)
+    SELECT 'file', id, id, 1, 1, 'sent', now(), 1, serversync.lane(payload, entity_id), entity_id,
+           'http://frontend/mixed.wav'
+    FROM sync_outbox WHERE id = %(seq)s
+"""
+
+
+def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    for statement in (serversync.CREATE_SCHEMA, serversync.MIGRATION_1, serversync.CREATE_INDEX,
+                      serversync.CREATE_TRIGGER):  # fmt: skip
+        db.execute(statement)
+    sent = backend.end_call()
+    files = [serversync.signature(path.name, path.stat()) for path in (sent.wav, sent.meta)]
+    params = {"seq": sent.seqs[-1], "seqs": sent.seqs, "directory": sent.call_id}
+    db.execute(V1_UPLOADED, params | {"files": json.dumps(files)})
+    db.execute("DELETE FROM recordings")  # then the receipt alone knows of the upload
+    letter, over, bad = (backend.enqueue() for _ in range(3))
+    later = backend.enqueue(entity_id=entity_of(db, bad))
+    call = backend.end_call(meta=False)
+    for seq, code, attempts, hours in ((bad, "FRONTEND_5XX", 7, 30), (over, "FRONTEND_5XX", 2, 1),
+                                       (call.seqs[-1], "NOT_READY", 0, 0)):  # fmt: skip
+        values = {"seq": seq, "code": code, "attempts": attempts, "hours": hours}
+        db.execute(V1_WAITING, values)
+    db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (over,))
+    db.execute(V1_LETTER, {"seq": letter})
+    frontend.poison[entity_of(db, bad)] = Reply(500, body={"error": "no"})
+
+    # The same entries wait, with what they had been charged, and what depends on them.
+    migrated = agent.once()
+    assert migrated.returncode == 75, migrated.stderr
+    assert {seq: row[0] for seq, row in failures(db).items()} == {
+        bad: "FRONTEND_5XX", later: "WAITS_FOR", call.seqs[-1]: "NOT_READY"}  # fmt: skip
+    row = waiting(db)[bad]
+    assert (row["tries"], row["attempts"]) == (8, 7)
+    assert 30 * 3600 <= row["waited"] < 31 * 3600
+    assert frontend.seqs() == call.seqs[:-1]
+    assert not uploads(db) and not sent.directory.exists()
+    assert dead(db) == {letter: "BAD_REQUEST"}
+
+    # A letter can be sent again; the receipt still knows the recording, and that the call has one.
+    letter_id = db.value("SELECT id::text FROM serversync.dead_letters")
+    assert agent.once("dlq", "retry", letter_id).returncode == 0
+    payload = {"callLogId": sent.call_log_id, "uploadStatus": "local_only"}
+    late = backend.enqueue("recording", payload, sent.recording_id)
+    second = backend.end_call(call_log_id=sent.call_log_id)
+    backend.write_meta(call)
+    let_hours_pass(db)
+    assert agent.once().returncode == 1
+    assert frontend.seqs()[len(call.seqs) - 1 :] == [letter, late, *second.seqs[:-1]]
+    stored = frontend.received(sent.recording_id)[-1]["payload"]
+    assert stored == {**payload, "uploadStatus": "uploaded", "s3Url": "http://frontend/mixed.wav"}
+    assert frontend.playable(call.recording_id)
+    assert dead(db)[second.seqs[-1]] == "SECOND_RECORDING"
+
+    # The eighth attempt is the last, and then the next word of the entity goes.
+    hold(db)
+    for _ in range(3):
+        backend.enqueue()
+    agent.once()
+    let_hours_pass(db)
+    frontend.poison.clear()
+    frontend.on_entries = lambda r: Reply(500) if bad in [e["seq"] for e in r.entries] else None
+    assert agent.once().returncode == 1
+    assert dead(db)[bad] == "FRONTEND_5XX"
+    assert frontend.seqs()[-1] == later
+    assert not db.pending() and not waiting(db)
 
 
 @pytest.mark.parametrize("command", ["once", "run"])
@@ -276,6 +373,46 @@ def test_index_and_trigger_that_a_transaction_prevented_are_made_when_it_has_end
     frontend.wait(lambda: frontend.seqs() == [seq], what="the entry, not a polling interval later")
 
 
+REBUILD = """
+    BEGIN;
+    CREATE TABLE rebuilt (LIKE sync_outbox INCLUDING DEFAULTS);
+    INSERT INTO rebuilt SELECT * FROM sync_outbox;
+    ALTER SEQUENCE sync_outbox_id_seq OWNED BY rebuilt.id;
+    DROP TABLE sync_outbox;
+    ALTER TABLE rebuilt RENAME TO sync_outbox;
+    ALTER TABLE sync_outbox ADD PRIMARY KEY (id);
+    COMMIT
+"""
+QUIET = """
+    SELECT now() - state_change > interval '5 s' FROM pg_stat_activity
+    WHERE application_name = 'serversync' AND datname = current_database()
+"""
+
+
+@pytest.mark.parametrize(
+    "interval", [0.5, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(150)])]
+)
+def test_rebuilt_outbox_has_index_and_trigger_again_within_a_minute_and_what_waited_goes_on(
+    interval: float, agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    bad = backend.enqueue()
+    frontend.poison[entity_of(db, bad)] = Reply(500)
+    running = agent(SYNC_POLL_INTERVAL_SEC=interval)
+    wait_until(lambda: bad in failures(db), state=running.log)
+    hold(db)
+    if interval > 60:  # only its own timer wakes it
+        wait_until(lambda: db.value(QUIET), 30, "nothing to do", running.log)
+    db.execute(REBUILD)
+    assert not db.rows(INDEX_STATE) and not db.rows(TRIGGERS)
+    wait_until(lambda: db.rows(INDEX_STATE) and db.rows(TRIGGERS), 70, "both", running.log)
+    assert db.rows(INDEX_STATE)[0][0] and db.rows(TRIGGERS) == [("serversync_wake",)]
+    call = backend.end_call()
+    frontend.wait(lambda: frontend.playable(call.recording_id), 5, "the call, by NOTIFY")
+    frontend.poison.clear()
+    let_hours_pass(db)
+    frontend.wait(lambda: bad in frontend.seqs(), 10, "what had waited")
+
+
 def test_trigger_that_fails_never_ends_the_backend_s_transaction(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
@@ -368,6 +505,88 @@ def test_database_that_is_not_complete_still_syncs(
     assert not running.lines("a cycle failed")
 
 
+def test_recordings_that_is_created_later_is_marked_without_a_restart(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    """A bare outbox at first; then the table comes, and once more another one (a restore)."""
+    calls = [backend.end_call()]
+    db.execute("ALTER TABLE recordings RENAME TO not_yet")
+    running = agent()
+    frontend.wait(lambda: frontend.playable(calls[0].recording_id), what="the upload without it")
+    wait_until(lambda: not db.pending(), state=running.log)
+    for anew in (
+        "ALTER TABLE not_yet RENAME TO recordings",
+        "ALTER TABLE recordings RENAME TO gone; CREATE TABLE recordings (LIKE gone INCLUDING ALL)",
+    ):
+        db.execute(anew)
+        calls.append(backend.end_call())
+        frontend.wait(lambda: frontend.playable(calls[-1].recording_id), what="the upload")
+        wait_until(lambda: not db.pending(), state=running.log)
+        url = frontend.file_url(frontend.files[calls[-1].call_log_id])
+        assert backend.upload_status(calls[-1]) == ("uploaded", url)
+    assert not failures(db) and not running.lines("a cycle failed")
+    wait_until(lambda: not any(call.directory.exists() for call in calls), state=running.log)
+
+
+def test_ids_that_come_again_meet_no_old_letter_row_or_upload(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    """TRUNCATE … RESTART IDENTITY: the entity tells a new entry from the old one of its id."""
+    directories = []
+    for name in ("old", "new"):
+        dying, waits = (str(uuid.uuid4()) for _ in range(2))
+        frontend.poison[dying] = Reply(400, body={"error": name})
+        frontend.poison[waits] = Reply(500)
+        assert backend.enqueue("schedule", {"name": name}, dying) == 1
+        if name == "old":
+            assert backend.enqueue(entity_id=waits) == 2
+        call = backend.end_call(recording=True)
+        directories.append(call.directory)
+        if name == "new":
+            assert backend.enqueue(entity_id=waits) == 7
+        assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 1
+        assert frontend.playable(call.recording_id)
+        if name == "old":
+            assert list(failures(db)) == [2]
+            hold(db)
+            db.execute("TRUNCATE sync_outbox RESTART IDENTITY")
+    assert list(failures(db)) == [7]
+    letters = db.rows("SELECT outbox_id, payload->>'name', error_message, status"
+                      " FROM serversync.dead_letters ORDER BY created_at")  # fmt: skip
+    assert [letter[:2] for letter in letters] == [(1, "old"), (1, "new")]
+    assert "old" in letters[0][2] and "new" in letters[1][2]
+    frontend.poison.clear()
+    let_hours_pass(db)
+    assert agent.once(SYNC_DELETE_AFTER_SEC=0).returncode == 0
+    assert not db.pending() and not waiting(db) and not uploads(db)
+    assert not any(directory.exists() for directory in directories)
+
+
+@pytest.mark.parametrize("when", ["infinity", "-infinity", "4000-01-01 BC"])
+def test_an_entry_of_an_odd_time_blocks_nothing(
+    agent: AgentFactory, backend: Backend, db: Database, when: str
+) -> None:
+    seq = backend.enqueue()
+    db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
+    backend.enqueue()
+    assert agent.once().returncode == 0
+    assert not db.pending()
+
+
+def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    running = agent()
+    running.wait_sentence("idle")
+    db.execute("revoke select on system_settings from voicebot")
+    end_session(db)
+    running.wait_log("lacks select on system_settings")
+    db.execute("grant select on system_settings to voicebot")
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), 60, "the entry")
+    assert running.running
+
+
 def test_trigger_that_somebody_disabled_stays_disabled_and_polling_goes_on(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
@@ -378,6 +597,156 @@ def test_trigger_that_somebody_disabled_stays_disabled_and_polling_goes_on(
     frontend.wait(lambda: seq in frontend.seqs())
     state = "SELECT tgenabled::text FROM pg_trigger WHERE tgname = 'serversync_wake'"
     assert db.value(state) == "D"
+
+
+# -- results that cannot be written down, power cuts, clocks --------------------------------------
+
+# What PostgreSQL says of a full disk, at the one statement that records a confirmation.
+FULL_DISK = """
+    create sequence tries_to_record;  -- does not roll back: it counts what failed
+    create function full_disk() returns trigger language plpgsql as $$
+    begin
+        perform nextval('public.tries_to_record');
+        raise exception 'could not extend file: No space left on device' using errcode = '53100';
+    end $$;
+    create trigger full_disk before insert on serversync.deliveries
+    for each row execute function full_disk();
+"""
+
+
+def test_a_result_that_cannot_be_recorded_is_kept_and_nothing_is_sent_before_it_is(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    """Nor does a reload send it again, or begin a busy loop."""
+    backend.enqueue()
+    running = agent()
+    wait_until(lambda: not db.pending(), what="the first entry")
+    db.execute(FULL_DISK)
+
+    unrecorded = backend.enqueue()
+    frontend.wait(lambda: unrecorded in frontend.seqs(), what="the entry that cannot be recorded")
+    running.wait_log("a result cannot be recorded, nothing else is sent")
+    call = backend.end_call()
+    tries = "select last_value from tries_to_record"
+    wait_until(lambda: db.value(tries) >= 2, what="more tries to record it", timeout=60)
+    before = db.value(tries)
+    for number in (1, 2):
+        running.hup()
+        wait_until(lambda: len(running.lines("read again")) == number, what="a reload")  # noqa: B023
+    assert db.value(tries) - before < 50, "a busy loop"
+    assert db.pending() == [unrecorded, *call.seqs]
+    assert len(frontend.of_kind("entries")) == 2
+    assert not frontend.of_kind("file")
+
+    db.execute("drop trigger full_disk on serversync.deliveries")
+    wait_until(lambda: not db.pending(), timeout=60, what="everything", state=running.log)
+    assert frontend.seqs().count(unrecorded) == 1
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not failures(db)
+
+
+def test_a_mark_that_changes_nothing_is_said_and_nothing_is_sent_twice(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    with db.admin() as admin:
+        admin.execute(
+            "create function no() returns trigger language plpgsql as $$ begin return null; end $$"
+        )
+        admin.execute(
+            "create trigger no before update on sync_outbox for each row execute function no()"
+        )
+    seq = backend.enqueue()
+    running = agent()
+    running.wait_log("marking an entry in sync_outbox changes nothing")
+    with db.admin() as admin:
+        admin.execute("drop trigger no on sync_outbox")
+    wait_until(lambda: not db.pending(), 60, what="the mark", state=running.log)
+    assert frontend.seqs() == [seq]
+
+
+def test_a_power_cut_in_the_middle_of_an_upload_loses_nothing(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    call = backend.end_call(seconds=20)
+    frontend.read_rate = 100_000
+    cut = agent()
+    frontend.wait(lambda: frontend.of_kind("file")[0].received > 100_000, what="half an upload")
+    cut.kill()
+    db.cluster.restart("immediate")
+
+    assert call.wav.exists()
+    assert db.pending() == [call.seq("recording_file")]
+    assert backend.upload_status(call)[0] == "local_only"
+    frontend.read_rate = None
+    again = agent()
+    wait_until(lambda: not db.pending(), what="the upload", state=again.log)
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert frontend.files[call.call_log_id].count == 1
+    assert sorted(frontend.seqs()) == call.seqs[:-1]
+    assert backend.upload_status(call)[0] == "uploaded"
+    wait_until(lambda: not call.directory.exists(), what="the deletion", state=again.log)
+
+
+@pytest.mark.parametrize("shift", ["-20y", "+20y"])
+def test_an_agent_with_a_wrong_clock_delivers_and_deletes(
+    agent: AgentFactory,
+    backend: Backend,
+    frontend: Frontend,
+    db: Database,
+    libfaketime: Path,
+    shift: str,
+) -> None:
+    call = backend.end_call()
+    running = agent(
+        LD_PRELOAD=libfaketime,
+        FAKETIME=shift,
+        FAKETIME_DONT_FAKE_MONOTONIC=1,
+        SYNC_DELETE_AFTER_SEC=1,
+    )
+
+    wait_until(lambda: not call.directory.exists(), what="the deletion", state=running.log)
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not db.pending()
+    assert backend.upload_status(call)[0] == "uploaded"
+
+
+def test_a_retry_that_is_due_in_years_counts_as_due_at_once(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    call = backend.end_call(recording=False, audio=False)
+    late = backend.end_call(meta=False)
+    assert agent.once().returncode == 75
+    assert list(failures(db)) == [late.seqs[-1]]
+    backend.write_meta(late)
+    # The database's clock was years ahead when this was written, and has been set right since.
+    db.execute("update serversync.waiting set next_attempt_at = now() + interval '20 years'")
+
+    assert agent.once().returncode == 0
+    assert frontend.files[late.call_log_id].sha256 == late.sha256
+    assert frontend.received(call.call_log_id)
+
+
+def test_a_clock_that_jumps_ahead_by_days_uses_up_no_patience(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    """Between two looks ten minutes count at most, whatever the database's clock says."""
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = Reply(500)
+    bad = backend.enqueue(entity_id=entity)
+    agent.once()
+    for _ in range(8):
+        for _ in range(3):
+            backend.enqueue()
+        hold(db)
+        agent.once()
+        db.execute("update serversync.waiting set updated_at = updated_at - interval '9 days'")
+        let_hours_pass(db)
+        assert agent.once().returncode == 75
+    row = waiting(db)[bad]
+    assert row["attempts"] >= 8
+    assert 8 * 600 - 60 < row["waited"] < 8 * 600 + 600
+    assert not dead(db)
 
 
 # -- rows that others delete ---------------------------------------------------------------------
@@ -393,30 +762,38 @@ def aside(agent: AgentFactory, backend: Backend, frontend: Frontend) -> tuple[Ag
     return running, entity, seq
 
 
-def test_failure_whose_row_was_deleted_by_others_does_not_block_its_lane(
+def test_failure_whose_row_was_deleted_by_others_does_not_block_its_entity(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
     _, entity, seq = aside(agent, backend, frontend)
     db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
     frontend.poison.clear()
     later = backend.enqueue(entity_id=entity)
-    frontend.wait(lambda: later in frontend.seqs(), 5, "the next entry of the lane")
+    frontend.wait(lambda: later in frontend.seqs(), 5, "the next entry of the entity")
     assert seq not in frontend.seqs()
 
 
+@pytest.mark.parametrize("is_file", [False, True], ids=["entry", "recording"])
 def test_failure_whose_row_was_deleted_by_others_does_not_spin_and_is_dropped(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+    is_file: bool, agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
     running, _, seq = aside(agent, backend, frontend)
+    if is_file:
+        db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (seq,))
+        frontend.on_file = lambda _: Reply(500)
+        seq = backend.end_call().seqs[-1]
+        wait_until(lambda: seq in failures(db), what="the failure", state=running.log)
     db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
     let_hours_pass(db)
     asked = len(frontend.requests)
     count = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
-    # A session's numbers arrive with up to a second's delay: two looks two seconds apart.
+    # A session's numbers arrive with a delay of a second, and with its next statement: ours, too.
     began = time.monotonic()
     wait_until(lambda: time.monotonic() - began > 1.5)
+    db.value(count)
+    wait_until(lambda: time.monotonic() - began > 3)
     before = db.value(count)
-    wait_until(lambda: time.monotonic() - began > 4.5)
+    wait_until(lambda: time.monotonic() - began > 6)
     assert db.value(count) - before < 20
     assert len(frontend.requests) == asked
     running.stop()
@@ -447,11 +824,10 @@ process = serversync.Process(environ)
 process.install()
 agent = serversync.Agent(config, process, serversync.StateFile({}), False)
 agent.hold()
-agent.prune()
-early = agent.prune_due
-agent.prune_due = 0.0
-agent.prune()
-print(round(early - time.monotonic()), round(agent.prune_due - time.monotonic()))
+house = agent.housekeeping
+early, house.prune_due = house.prune_due, 0.0
+house.step(time.monotonic(), ())
+print(round(early - time.monotonic()), round(house.prune_due - time.monotonic()))
 """
 
 
@@ -697,12 +1073,12 @@ def test_once_ends_with_69_when_there_are_dead_letters_and_an_outage(
     frontend.on_entries = lambda request: (
         Reply(400, body={"error": "no"})
         if [entry["entityId"] for entry in request.entries] == [entity]
-        else Reply(429, {"Retry-After": "60"})
-        if len(request.entries) == 1
         else Reply(500)
+        if request.entries
+        else None
     )
     backend.enqueue(entity_id=entity)
-    backend.enqueue()
+    backend.enqueue_many(30)
     assert agent.once().returncode == 69
     assert list(dead(db).values()) == ["BAD_REQUEST"]
 

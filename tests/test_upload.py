@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable
 from email.message import EmailMessage
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent import Agent, AgentFactory
-from backend import Backend, Call
-from frontend import FILE_PATH, Frontend, Reply, Request
-from ledger import dead, failures, hold, let_hours_pass, uploads
+from backend import Backend, Call, write_wav
+from frontend import FILE_PATH, Frontend, Reply, Request, script
+from ledger import dead, failures, hold, let_hours_pass, uploads, waiting
 from pg import Database
+from proxy import Proxy
 from waiting import wait_until
 
 LONG = 60.0  # seconds of audio, 1.9 MB: more than all buffers on the way hold
@@ -173,15 +175,16 @@ def test_a_base_url_with_a_path_and_slashes_leads_to_the_contracts_path(
 ) -> None:
     with Frontend(tmp_path / "other", base_path="/voice/v2") as frontend:
         call = backend.end_call(events=0)
-        result = agent.once(
-            FRONTEND_BASE_URL=frontend.url + "//", SYNC_VERIFY_PATH="/api/recordings/{callLogId}"
-        )
+        result = agent.once(FRONTEND_BASE_URL=frontend.url + "//")
         assert result.returncode == 0, result.stderr
-        assert [(request.method, request.path) for request in frontend.requests] == [
+        sent = [(request.method, request.path) for request in frontend.requests]
+        assert sent[:3] == [
             ("POST", "/voice/v2/api/ingest/sync"),
             ("POST", "/voice/v2/api/ingest/recording-file"),
             ("HEAD", f"/voice/v2/api/recordings/{call.call_log_id}"),
         ]
+        [(method, path)] = sent[3:]
+        assert re.fullmatch("HEAD /voice/v2/api/recordings/[0-9a-f-]{36}", f"{method} {path}")
         assert frontend.files[call.call_log_id].sha256 == call.sha256
 
 
@@ -283,11 +286,13 @@ UNCONFIRMED: list[Reply] = [
     Reply(400, {}, "<html>Bad Request</html>"),
     Reply(401, {}, {"error": "unauthorized"}),
     Reply(404, {}, {"error": "not found"}),
+    Reply(413, {}, "<html>Request Entity Too Large</html>"),
     Reply(500, {}, {"fileUrl": URL}),
 ]
 CODES = {
     204: "BAD_RESPONSE", 302: "REDIRECTED", 307: "REDIRECTED", 409: "CONFLICT",
-    400: "BAD_RESPONSE", 401: "UNAUTHORIZED", 404: "NOT_FOUND", 500: "FRONTEND_5XX",
+    400: "BAD_RESPONSE", 401: "UNAUTHORIZED", 404: "NOT_FOUND", 413: "TOO_LARGE",
+    500: "FRONTEND_5XX",
     200: "BAD_RESPONSE",
 }  # fmt: skip
 
@@ -304,6 +309,7 @@ def test_only_an_answer_in_the_contracts_words_is_a_confirmation(
 
     def answer(request: Request) -> Reply | None:
         assert request.file is not None
+        hold(db)  # none is tried again meanwhile: three in a row would be an outage
         return replies.get(request.file.call_log_id)
 
     frontend.on_file = answer
@@ -355,61 +361,232 @@ def test_size_and_digest_in_the_answer_may_confirm_and_odd_urls_are_kept_as_they
         assert not call.directory.exists()
 
 
-def test_verification_asks_for_the_length_and_uploads_again_when_it_disagrees(
+def heads(frontend: Frontend, call: Call | None = None) -> list[Request]:
+    """Those for this call; for calls that nobody knows."""
+    asked = [request for request in list(frontend.requests) if request.method == "HEAD"]
+    if call is not None:
+        return [request for request in asked if request.path.endswith(call.call_log_id)]
+    return [request for request in asked if request.status == 404]
+
+
+def test_half_of_the_audio_with_a_200_is_not_confirmed_by_the_default_configuration(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
     short, good = backend.end_call(events=0), backend.end_call(events=0)
-    path = f"/api/recordings/{short.call_log_id}"
-    frontend.pages[path] = Reply(200, {"Content-Length": str(short.size - 1)})
-    verify: dict[str, Any] = {"SYNC_VERIFY_PATH": "/api/recordings/{callLogId}"}
 
-    assert agent.once(**verify).returncode == 75
-    assert_not_uploaded(db, backend, short)
-    assert failures(db)[short.seq("recording_file")][0] == "BAD_RESPONSE"
-    assert backend.upload_status(good)[0] == "uploaded" and not good.directory.exists()
-    heads = [request.path for request in frontend.requests if request.method == "HEAD"]
-    assert heads == [path, f"/api/recordings/{good.call_log_id}"]
+    def store_half(request: Request) -> None:
+        assert request.file is not None
+        if request.file.call_log_id == short.call_log_id:
+            os.truncate(request.file.path, short.size // 2)
 
-    del frontend.pages[path]
-    let_hours_pass(db, 72)
-    assert agent.once(**verify).returncode == 0
-    assert frontend.files[short.call_log_id].count == 2
+    frontend.on_file = store_half
+    for _ in range(2):  # from the very first upload on
+        assert agent.once().returncode == 75
+        assert_not_uploaded(db, backend, short)
+        [row] = waiting(db).values()
+        assert row["code"] == "BAD_RESPONSE"
+        assert f"{short.size // 2} of {short.size} bytes" in row["reason"]
+        assert backend.upload_status(good)[0] == "uploaded" and not good.directory.exists()
+        let_hours_pass(db)
+    assert len(heads(frontend, short)) == 2 and len(heads(frontend, good)) == 1
+    assert len(heads(frontend)) == 2  # once after each start, for a call that is not there
+
+    frontend.on_file = None
+    assert agent.once().returncode == 0
+    assert frontend.files[short.call_log_id].count == 3
     assert backend.upload_status(short)[0] == "uploaded" and not short.directory.exists()
 
 
-def test_a_verification_that_fails_is_repeated_alone(
+@pytest.mark.parametrize(
+    ("reply", "most"),
+    [
+        (Reply(200, {"Content-Length": "1234"}), 4),  # a single-page application
+        (Reply(404), 4),
+        (Reply(401, {}, {"error": "sign in"}), 6),
+        (Reply(405), 6),
+        (Reply(302, {"Location": "/login"}), 6),
+    ],
+    ids=["a page for everything", "no such page", "a login", "GET only", "a redirect"],
+)
+def test_a_head_that_never_agrees_costs_nothing_but_a_line(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, reply: Reply, most: int
+) -> None:
+    frontend.on_head = lambda request: reply if request.method == "HEAD" else None
+    calls = [backend.end_call(events=0) for _ in range(5)]
+
+    result = agent.once()
+
+    assert result.returncode == 0, result.stderr
+    assert not uploads(db) and not any(call.directory.exists() for call in calls)
+    assert len(frontend.of_kind("file")) == 5
+    asked = [request for request in frontend.requests if request.method == "HEAD"]
+    assert len(asked) <= most
+    assert result.stderr.count("uploads are not verified") == 1
+
+
+def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    replies = [
+    def page(request: Request) -> Reply | None:
+        known = request.path.rpartition("/")[2] in frontend.files
+        return Reply(200, {"Content-Length": "17"}) if request.method == "HEAD" and known else None
+
+    frontend.on_head = page
+    running = agent(**IMPATIENT)
+    calls = [backend.end_call(events=0) for _ in range(5)]
+    assert "SYNC_VERIFY_PATH" in running.wait_log("files: outage")
+    assert len(frontend.of_kind("file")) == 3
+    for _ in range(3):  # entries go on, and nothing dies of it
+        wait_for_entry(frontend, backend.enqueue())
+        let_hours_pass(db, 72)
+    wait_until(lambda: "SYNC_VERIFY_PATH" in running.state()["outages"][0]["reason"])
+    for call in calls:
+        assert_not_uploaded(db, backend, call)
+    # Another try is one file, and less and less often: 2, 4, 8, … seconds.
+    wait_until(lambda: len(running.lines("files: outage")) == 1, what="one line")
+    frontend.wait(lambda: len(frontend.of_kind("file")) >= 5, 60, "two more tries")
+    assert running.state()["outages"][0]["code"] == "BAD_RESPONSE"
+
+    running.update_env(agent.env(SYNC_VERIFY_PATH=""))
+    running.hup()
+    wait_until(lambda: not db.pending(), what="the files", state=running.log)
+    running.wait_log("files: recovered after")
+    assert not dead(db)
+
+
+def test_a_look_that_tells_nothing_is_taken_again_before_the_upload_is(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    first = backend.end_call(events=0)  # by this one HEAD is found to be worth something
+    short, long = backend.end_call(events=0), backend.end_call(events=0)
+    vague = [
         Reply(503),
-        Reply(404),
         Reply(200, raw=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"),
-        Reply(302, {"Location": "/login"}),
         Reply(500, raw=b"garbage\r\n\r\n"),
     ]
-    script = iter(replies)
-    frontend.on_head = lambda request: next(script, None) if request.method == "HEAD" else None
-    call = backend.end_call(events=0)
-    seq = call.seq("recording_file")
-    running = agent(SYNC_VERIFY_PATH="/api/recordings/{callLogId}")
+    answers = {short.call_log_id: iter(vague[:2]), long.call_log_id: iter(vague)}
 
-    def heads() -> int:
-        return len([request for request in frontend.requests if request.method == "HEAD"])
+    def look(request: Request) -> Reply | None:
+        rest = answers.get(request.path.rpartition("/")[2])
+        if rest and request.method == "HEAD":
+            backend.enqueue()  # entries that get through do not shorten the pause
+            return next(rest, None)
+        return None
 
-    for number in range(1, len(replies) + 1):
-        frontend.wait(partial(lambda wanted: heads() >= wanted, number), what=f"look {number}")
-        wait_until(partial(lambda wanted: failures(db)[seq][1] >= wanted, number))
-        let_hours_pass(db, 72)
-    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
-    wait_until(lambda: not call.directory.exists(), what="the deletion", state=running.log)
-    assert frontend.files[call.call_log_id].count == 1
-    assert not dead(db)
+    frontend.on_head = look
+    result = agent.once()
+
+    assert result.returncode == 75, result.stderr
+    assert not first.directory.exists() and not short.directory.exists()
+    assert frontend.files[short.call_log_id].count == 1 and len(heads(frontend, short)) == 3
+    assert_not_uploaded(db, backend, long)
+    assert set(failures(db)) == {long.seq("recording_file")} and len(heads(frontend, long)) == 3
+    times = [request.started for request in heads(frontend, long)]
+    assert all(later - earlier > 0.9 for earlier, later in pairwise(times))
+
+    let_hours_pass(db)
+    assert agent.once().returncode == 0
+    assert frontend.files[long.call_log_id].count == 2 and not long.directory.exists()
+
+
+def test_a_stray_second_answer_confirms_neither_the_next_recording_nor_the_next_entries(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    def twice(answer: dict[str, object], store: bool = True) -> Reply:
+        text = json.dumps(answer).encode()
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+        head += b"Content-Length: %d\r\n\r\n" % len(text)
+        return Reply(200, {"Content-Length": str(len(text))}, text + head + text, store=store)
+
+    stored = script(twice({"fileUrl": URL}))
+    frontend.on_file = lambda request: stored(request) or Reply(500)
+    taken = script(twice({"ok": True}))
+    frontend.on_entries = lambda request: (
+        taken(request) or (Reply(500) if request.kind == "entries" else None)
+    )
+    verify: dict[str, Any] = {"SYNC_VERIFY_PATH": ""}  # of the answers alone
+    calls = [backend.end_call(events=0) for _ in range(2)]
+    running = agent(**verify)
+    wait_until(lambda: calls[1].seq("recording_file") in failures(db), state=running.log)
+    refused = backend.enqueue()
+    wait_until(lambda: refused in failures(db), state=running.log)
+    running.stop()
+
+    assert backend.upload_status(calls[0])[0] == "uploaded"
+    assert_not_uploaded(db, backend, calls[1])
+    assert refused in db.pending()
+    frontend.on_file = frontend.on_entries = None
+    let_hours_pass(db)
+    assert agent.once(**verify).returncode == 0
+    assert frontend.files[calls[1].call_log_id].sha256 == calls[1].sha256
+
+
+def test_a_lock_on_one_recording_keeps_nothing_else(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    running = agent()
+    locked = backend.end_call(events=0)
+    wait_for_file(frontend, locked)
+    wait_until(lambda: not db.pending(), what="the first", state=running.log)
+    with db.connect(autocommit=False) as connection:
+        held = backend.end_call(events=0, audio=False, meta=False)
+        connection.execute("select from recordings where id = %s for update", (held.recording_id,))
+        write_wav(held.wav, 1, "audio")
+        backend.write_meta(held)
+        let_hours_pass(db)
+        wait_for_file(frontend, held)
+        for _ in range(3):
+            call = backend.end_call(events=1)
+            wait_for_file(frontend, call)
+            wait_until(
+                lambda: set(db.pending()) <= {held.seq("recording_file")},
+                10, "all others to be recorded", running.log,
+            )  # fmt: skip
+            assert backend.upload_status(call)[0] == "uploaded"
+            wait_until(partial(lambda path: not path.exists(), call.directory), what="the deletion")
+        assert db.pending() == [held.seq("recording_file")]
+        assert held.wav.exists()
+    wait_until(lambda: not db.pending(), what="the one that waited", state=running.log)
+    assert backend.upload_status(held)[0] == "uploaded"
+    wait_until(lambda: not held.directory.exists(), what="its deletion", state=running.log)
+    assert frontend.files[held.call_log_id].count == 1 and not dead(db)
+
+
+@pytest.mark.parametrize("when", ["in the body", "before the answer"])
+def test_an_upload_under_way_when_the_database_is_lost_is_recorded_or_repeated(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, proxy: Proxy,
+    when: str,
+) -> None:  # fmt: skip
+    answer = threading.Event()
+    if when == "in the body":
+        frontend.read_rate = 4 * CRAWL
+    else:
+        frontend.on_file = lambda _: Reply(500) if not answer.wait(60) else None
+    call, other = backend.end_call(events=0, seconds=LONG), backend.end_call(events=0)
+    running = agent(DATABASE_URL=db.url_through(proxy.port))
+    request = wait_for_upload(frontend)
+    if when == "before the answer":
+        frontend.wait(lambda: request.file, what="the whole body")
+    for _ in range(2):
+        proxy.refuse()
+        proxy.cut()
+        running.wait_log("the database connection is lost")
+        proxy.resume()
+        wait_for_entry(frontend, backend.enqueue())  # it is there again
+    frontend.read_rate = None
+    answer.set()
+    wait_until(lambda: not db.pending(), 40, "both recordings", running.log)
+    for each in (call, other):
+        assert frontend.files[each.call_log_id].sha256 == each.sha256
+        assert backend.upload_status(each)[0] == "uploaded"
+        wait_until(partial(lambda path: not path.exists(), each.directory), what="the deletion")
+    assert frontend.files[call.call_log_id].count <= 2 and not dead(db)
 
 
 def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
-    answers = {400: "BAD_REQUEST", 422: "BAD_REQUEST", 413: "TOO_LARGE"}
+    answers = {400: "BAD_REQUEST", 422: "BAD_REQUEST"}
     calls = {status: backend.end_call(events=0) for status in answers}
     known = {status: backend.end_call(events=0) for status in answers}
     kept = "https://frontend.example/earlier.wav"
@@ -517,6 +694,22 @@ def test_the_bandwidth_limit_paces_an_upload(
     assert frontend.files[call.call_log_id].sha256 == call.sha256
 
 
+def test_after_a_stall_the_bandwidth_limit_is_kept(
+    frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    rate = 800 * 125
+    backend.end_call(events=0, seconds=LONG)
+    agent(SYNC_UPLOAD_KBPS=800)
+    request = wait_for_upload(frontend)
+    frontend.read_rate = 1  # nothing is read until what lies between is full
+    stalled = time.monotonic()
+    frontend.wait(lambda: time.monotonic() > stalled + 8)
+    frontend.read_rate, seen, released = None, request.received, time.monotonic()
+    frontend.wait(lambda: request.received > seen + 1_100_000, 60, "what was on the way, and more")
+    # Two buffers were full: all beyond them comes at the rate, but for the bucket of one second.
+    assert time.monotonic() - released >= (1_100_000 - 600_000) / rate - 1.2
+
+
 def test_the_bandwidth_limit_is_lifted_and_said_for_a_file_it_would_keep_too_long(
     frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:
@@ -536,7 +729,7 @@ def test_new_entries_arrive_while_a_large_file_travels_slowly(
 ) -> None:
     frontend.read_rate = CRAWL
     large = backend.end_call(events=0, seconds=LONG)
-    running = agent()
+    running = agent(SYNC_POLL_INTERVAL_SEC=2)
     request = wait_for_upload(frontend)
     for trigger in (True, False):
         if not trigger:  # polling is the net
@@ -617,64 +810,55 @@ def early(replies: dict[str, Reply], calls: dict[str, Call]) -> Callable[[Reques
     return hook
 
 
-def test_a_refusal_before_the_end_of_the_body_is_understood(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(events=0, seconds=LONG)
-    refusal = Reply(413, {}, {"error": "too large"}, close=True)
-    frontend.on_head = early({"": refusal}, {"": call})
-
-    result = agent.once()
-
-    assert result.returncode == 1, result.stderr
-    assert dead(db) == {call.seq("recording_file"): "TOO_LARGE"}
-    assert backend.upload_status(call) == ("upload_failed", None)
-    assert call.wav.is_file() and call.meta.is_file()
-    [request] = frontend.of_kind("file")
-    assert request.received < request.length
-
-
+@pytest.mark.parametrize(
+    ("code", "reply"),
+    [
+        ("TOO_LARGE", Reply(413, {}, {"error": "too large"}, close=True)),
+        ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": "https://f/x"}, close=True)),
+        ("CONFLICT", Reply(409, {}, {"fileUrl": "https://f/x", "code": "CONFLICT"})),
+        ("NETWORK_RESET", Reply(reset=True)),
+        ("FRONTEND_5XX", Reply(507, {}, {"error": "No space left on device"})),
+    ],
+)
 def test_what_ends_an_upload_early_is_charged_only_while_other_files_get_through(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, code: str, reply: Reply
 ) -> None:
-    replies = {
-        "BAD_RESPONSE": Reply(200, {}, {"fileUrl": URL}, close=True),  # of a body not yet sent
-        "CONFLICT": Reply(409, {}, {"fileUrl": URL, "code": "CONFLICT"}),
-        "NETWORK_RESET": Reply(reset=True),
-        "FRONTEND_5XX": Reply(507, {}, {"error": "No space left on device"}),
-    }
     settings: dict[str, Any] = {"SYNC_RETRY_MAX": 2, "SYNC_RETRY_HOURS": 24}
-    calls = {
-        code: backend.end_call(events=0, seconds=LONG + number)
-        for number, code in enumerate(replies)
-    }
-    seqs = {code: call.seq("recording_file") for code, call in calls.items()}
-    frontend.on_head = early(replies, calls)
+    call = backend.end_call(events=0, seconds=LONG)
+    seq = call.seq("recording_file")
+    frontend.on_head = lambda request: (
+        dataclasses.replace(reply, after=200_000) if is_long(request) else None
+    )
 
-    def assert_aside(tries: int, attempts: int) -> None:
+    def assert_waits(attempts: int) -> None:
         result = agent.once(**settings)
         assert result.returncode == 75, result.stderr
-        assert failures(db) == {seq: (code, tries, attempts) for code, seq in seqs.items()}
-
-    assert_aside(1, 0)  # nothing vouches for the frontend
-    for call in calls.values():
+        [(seq_waiting, (code_waiting, _, charged))] = failures(db).items()
+        assert (seq_waiting, code_waiting, charged) == (seq, code, attempts)
         assert_not_uploaded(db, backend, call)
-    let_hours_pass(db, 72)
-    for tries, attempts in ((2, 0), (3, 1)):
-        backend.enqueue()  # an entry does not vouch for files
-        assert_aside(tries, attempts)
+
+    assert_waits(0)
+    request = long_uploads(frontend)[0]
+    assert request.received < request.length
+    backend.enqueue_many(3)  # entries do not vouch for files
+    for others, attempts in ((2, 0), (3, 1), (3, None)):
+        for _ in range(others):
+            backend.end_call(events=0, seconds=0.1)
         hold(db)
-        other = backend.end_call(events=0, seconds=0.1)  # another file does
-        assert agent.once(**settings).returncode == 75
-        assert other.call_log_id in frontend.files
+        before = failures(db)[seq][2]
+        assert_waits(before)  # the others went
         let_hours_pass(db, 72)
+        if attempts is not None:
+            assert_waits(attempts)
+            let_hours_pass(db, 72)
+            assert_waits(attempts)  # nobody vouches for the frontend
     assert not dead(db)
+    let_hours_pass(db, 72)
     assert agent.once(**settings).returncode == 1
-    assert dead(db) == {seq: code for code, seq in seqs.items()}
-    for call in calls.values():
-        assert backend.upload_status(call) == ("upload_failed", None)
-        assert call.wav.is_file() and call.meta.is_file()
-        assert call.call_log_id not in frontend.files
+    assert dead(db) == {seq: code}
+    assert backend.upload_status(call) == ("upload_failed", None)
+    assert call.wav.is_file() and call.meta.is_file()
+    assert call.call_log_id not in frontend.files
 
 
 def test_a_body_that_was_moving_until_the_frontend_gave_up_is_never_charged(

@@ -462,26 +462,29 @@ def plans(world: World, pending: int, processed: int) -> list[tuple[str, Plan]]:
         first = db.value("select min(id) from sync_outbox where processed_at is null")
         last = db.value("select max(id) from sync_outbox")
         seqs = list(range(first, first + 100))
-        fetch = {"after": 0, "until": last, "size": 100, "bytes": 1 << 19, "skip": [],
-                 "fresh": False}  # fmt: skip
-        confirm = {"seqs": seqs, "endpoint": "entries", "outcome": "sent", "kind": "entries",
-                   "bytes": 1, "key": "", "request_sha256": "", "answer_sha256": "", "status": 200,
-                   "seconds": 0.1, "lane": None, "entity_id": None, "url": None,
-                   "directory": None, "files": None}  # fmt: skip
+        free: dict[str, Any] = {"skip": [], "recordings": [], "calls": []}
+        fetch = (
+            free | {"after": 0, "until": last} | {"size": 100, "bytes": 1 << 19, "most": 8 << 20}
+        )
+        confirm = {"seqs": seqs, "outcome": "sent", "kind": "entries", "bytes": 1, "key": "",
+                   "request_sha256": "", "answer_sha256": "", "status": 200, "seconds": 0.1,
+                   "call_log_id": None, "entity_id": None, "url": None}  # fmt: skip
         wanted: Sequence[tuple[str, str, dict[str, Any]]] = (
             ("LOOK", serversync.LOOK, {}),
             ("LAST", serversync.LAST, {}),
             ("FETCH, first", serversync.FETCH, fetch),
             ("FETCH, in the middle", serversync.FETCH, {**fetch, "after": (first + last) // 2}),
             ("CONFIRM", serversync.CONFIRM, confirm),
-            ("FETCH_FILES", serversync.FETCH_FILES,
-             {"after": 0, "skip": [], "fresh": False, "limit": 20}),
-            ("NEXT_DUE", serversync.NEXT_DUE, {"since": "now"}),
-            ("DROP_STALE", serversync.DROP_STALE, {}),
-            ("PAST", serversync.PAST, {"seq": first, "endpoint": "entries"}),
+            ("HOLD_BACK, 100", serversync.HOLD_BACK, {"after": first - 1, "until": first + 99}),
+            ("NEXT_FILE", serversync.NEXT_FILE, {"reached": last, "skip": []}),
+            ("READ_FILE", serversync.READ_FILE, {"seq": last, "skip": []}),
+            ("NEXT_RETRY", serversync.NEXT_RETRY, {"files": False, "before": None, **free}),
+            ("NEWEST_FREE", serversync.NEWEST_FREE, free),
+            ("SWEEP", serversync.SWEEP, {}),
+            ("PAST", serversync.PAST, {"seq": first, "readable": True}),
             ("PRUNE", serversync.PRUNE, {"days": 30}),
             ("UNFINISHED", serversync.UNFINISHED, {}),
-        )  # fmt: skip
+        )
         found = []
         with db.connect() as connection:
             connection.execute(serversync.SESSION)
@@ -519,7 +522,7 @@ class Profile:
 
 
 def profile(world: World, count: int, batch: int) -> Profile:
-    named = ("FETCH", "with picked"), ("CONFIRM", "with durable as"), ("LAST", "coalesce(max(id)")
+    named = ("FETCH", "with picked"), ("CONFIRM", "with sent as"), ("LAST", "order by id desc")
     with world.database() as db:
         enqueue(db, count)
         first_start(world, db)

@@ -61,7 +61,7 @@ def test_fleet_that_starts_at_once_and_is_asked_to_wait_does_not_come_back_in_st
 
 
 def test_single_box_is_through_at_most_one_longest_wait_after_the_frontend_returns() -> None:
-    result = simulate(Scenario(boxes=1, capacity=100, uplink=1e9))
+    result = simulate(Scenario(boxes=1, capacity=100))
     assert result.recovered < 256 + 30
 
 

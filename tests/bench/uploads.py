@@ -61,7 +61,7 @@ def by_serversync(
             time.sleep(0.25)  # to ask more often would take the processor from it
         marked = db.value(MARKED) - started
     seen = world.receiver.stats()
-    if "set aside" in agent.said() or seen["bytes"] < sum(call.size for call in calls):
+    if "is retried in" in agent.said() or seen["bytes"] < sum(call.size for call in calls):
         raise RuntimeError(f"not all went through: {agent.said()[-2000:]}")
     return [_done("serversync", calls, seen["last"] - seen["file"], agent),
             _done("serversync, COMMIT to marked", calls, marked, agent)]  # fmt: skip

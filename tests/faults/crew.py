@@ -156,7 +156,7 @@ class Crew:
             SYNC_FILE_GRACE_SEC=GRACE_SEC,
             SYNC_DELETE_AFTER_SEC=rng.choice((0, 0, 1)),
             SYNC_UPLOAD_KBPS=rng.choice((0, 0, 0, 4000)),
-            SYNC_VERIFY_PATH=rng.choice((None, None, "/api/recordings/{callLogId}")),
+            SYNC_VERIFY_PATH=rng.choice((None, "")),  # by default: looked at
         )
         if radio:
             env["FRONTEND_BASE_URL"] = f"http://127.0.0.1:{way.radio.port}"
@@ -216,6 +216,7 @@ class Crew:
         with self._signals:
             if device.terminated_at is None and device.agent.running and device.started():
                 self._count("reloads (SIGHUP)")
+                self._way().frontend.try_now(device.name)
                 device.agent.hup()
 
     def freeze(self, device: Device, seconds: float) -> None:

@@ -134,21 +134,25 @@ class Oracle:
             f"{entity} was rolled back, and arrived" for entity in self.never & self._entities
         ]
         problems += [f"{path} is gone" for path in self.kept if not path.exists()]
-        entries, files = self._first_places()
+        entries, files, entities = self._first_places()
         for call in self.calls:
             problems += self._wrong_with(call, entries, files)
+            problems += self._out_of_order(call, entries, files, entities)
         return problems
 
-    def _first_places(self) -> tuple[dict[int, int], dict[str, int]]:
-        """When each entry and each recording arrived first, as a place in the frontend's log."""
+    def _first_places(self) -> tuple[dict[int, int], dict[str, int], dict[str, int]]:
+        """When each entry, each recording and anything of each entity arrived first, as a place in
+        the frontend's log."""
         entries: dict[int, int] = {}
         files: dict[str, int] = {}
-        for place, (kind, _, what) in enumerate(self.frontend.log):
+        entities: dict[str, int] = {}
+        for place, (kind, whose, what) in enumerate(self.frontend.log):
             if kind == "entry":
                 entries.setdefault(what, place)
+                entities.setdefault(whose, place)
             else:
                 files.setdefault(what, place)
-        return entries, files
+        return entries, files, entities
 
     def _other_entries(self) -> list[int]:
         return [row[0] for row in self.db.rows("select id from sync_outbox")]
@@ -159,15 +163,40 @@ class Oracle:
             problems.append(f"{call.call_id}: its recording never arrived")
         if call.size and not self.frontend.playable(call.recording_id):
             problems.append(f"{call.call_id}: no player at the frontend")
-        first = {seq: entries[seq] for seq in call.seqs if seq in entries}
+        arrived = {seq for seq in call.seqs if seq in entries}
         if call.recording_id in files:
-            first[call.seq("recording_file")] = files[call.recording_id]
-        if sorted(first, key=lambda seq: first[seq]) != sorted(first):
-            problems.append(f"{call.call_id}: out of order: {first}")
-        missing = set(call.seqs) - set(first) - self.doomed
+            arrived.add(call.seq("recording_file"))
+        missing = set(call.seqs) - arrived - self.doomed
         if missing:
             problems.append(f"{call.call_id}: never arrived: {missing}")
         return problems
+
+    def _out_of_order(
+        self,
+        call: Call,
+        entries: dict[int, int],
+        files: dict[str, int],
+        entities: dict[str, int],
+    ) -> list[str]:
+        """Nothing of a call comes before its call_log; nothing of a recording before its own first
+        entry, and its file after both. (Siblings do not wait for each other.)"""
+        kinds = dict(zip(call.types, call.seqs, strict=True))
+        own = entries.get(kinds["call_log"], -1)
+        recording = entries.get(kinds.get("recording", -1), -1)
+        rest = {f"entry {seq}": entries[seq] for seq in call.seqs if seq in entries}
+        if call.recording_id in entities:  # perhaps a later snapshot
+            rest["the recording"] = entities[call.recording_id]
+        if call.recording_id in files:
+            rest["the file"] = files[call.recording_id]
+        early = {what: place for what, place in rest.items() if place < own}
+        early |= {
+            what: place
+            for what, place in rest.items()
+            if what in ("the recording", "the file") and place < recording
+        }
+        if early:
+            return [f"{call.call_id}: out of order: {early} before {own}, {recording}"]
+        return []
 
     def repeated(self) -> int:
         """How many entries arrived more than once."""

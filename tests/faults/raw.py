@@ -32,6 +32,7 @@ class RawServer:
         self.answer = answer
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
+        self.connections = 0
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._listener = socket.create_server((HOST, 0), backlog=64)
@@ -67,6 +68,7 @@ class RawServer:
             while True:
                 sock, _ = self._listener.accept()
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.connections += 1
                 with self._lock:
                     self._open.add(sock)
                 threading.Thread(target=self._serve, args=(sock,), daemon=True).start()

@@ -71,12 +71,12 @@ TABLES = """
 """
 CHARGES = """
     select (select coalesce(sum(value), 0)::bigint from serversync.counters
-            where name = 'successes'),
-           (select coalesce(array_agg(array[outbox_id, attempts]), '{}') from serversync.failures)
+            where name = 'sent'),
+           (select coalesce(array_agg(array[outbox_id, attempts]), '{}') from serversync.waiting)
 """
 A_YEAR_AHEAD = """
-    update serversync.failures set next_attempt_at = next_attempt_at + interval '1 year'
-    where outbox_id % 2 = 0
+    update serversync.waiting set next_attempt_at = next_attempt_at + interval '1 year'
+    where outbox_id % 2 = 0 and next_attempt_at < 'infinity'
 """
 DEAD = """
     select d.outbox_id, d.error_code, r.upload_status
@@ -85,6 +85,7 @@ DEAD = """
 """
 # How long after an answer its sender may still try to write it down: a statement's deadline.
 RECORDING_SEC = 20.0
+LOOK_SEC = 8.0
 BUSY_SEC = 2.0
 IDLE_SEC = 0.05  # between two statements of a transaction: no wait for anybody is in it
 UNNOTICED_SEC = 5.0
@@ -174,6 +175,7 @@ class Soak:
         self.backend = Backend(self.database(), directory / "backend")
         self.mount = self._mount(self.backend.recordings_dir.parent)
         self.oracle = Oracle(self.database(), self.frontend, self.backend)
+        self.database_spells, self.frontend_spells = Spells(), Spells()
         self.sampler = Sampler(self.database(), self.frontend, self.crew, self.problems)
         self.tokens, self.token_file = 0, directory / "token"
         self.renew_token()
@@ -185,7 +187,6 @@ class Soak:
         self.late_metas: list[tuple[float, Call]] = []
         self.waves: list[Vitals] = []
         self.marathons: list[str] = []
-        self.database_spells, self.frontend_spells = Spells(), Spells()
         self.radio_spells = Spells()  # of those whose way it is
         self.busy_until = float("inf")
         self._next_marathon = time.monotonic() + min(MARATHON_EVERY, minutes * 60) / 3
@@ -569,12 +570,12 @@ class Soak:
         try:
             yield
             self.over.wait(0.7)
-            successes, before = self._charges(db)
+            sent, before = self._charges(db)
             self.over.wait(seconds)
             later, after = self._charges(db)
         finally:
             db.close()
-        if successes != later:
+        if sent != later:
             return  # what was under way when it began
         self.count("eras without any success")
         for seq, attempts in after.items():
@@ -585,8 +586,8 @@ class Soak:
 
     @staticmethod
     def _charges(db: Database) -> tuple[int, dict[int, int]]:
-        successes, failures = db.rows(CHARGES)[0]
-        return successes, dict(failures)
+        sent, waiting = db.rows(CHARGES)[0]
+        return sent, dict(waiting)
 
     def renew_token(self) -> None:
         self.tokens += 1
@@ -814,7 +815,8 @@ class Soak:
         self.write_late_metas()
         self.resolve_doubts()
         for entity_type in ("schedule", "ivr_session_event"):
-            self.backend.enqueue(entity_type)  # a type that is held waits for one that succeeds
+            self.backend.enqueue(entity_type)  # nine rejected in a row: the tenth waits for one
+        self.frontend.sick.clear()
         calm = self.crew.start(self.chance("last"), calm=True)
         began = time.monotonic()
         wait_until(calm.started, 60, "the last agent")
@@ -825,10 +827,9 @@ class Soak:
             if time.monotonic() - looked < 1:
                 return False
             looked = time.monotonic()
+            let_hours_pass(self.oracle.db)  # an entry's own pause may be an hour by now
             if hurry:
-                let_hours_pass(self.oracle.db)
-                for device in list(self.crew.running.values()):
-                    self.crew.reload(device)
+                self.try_now()
             return not self.oracle.unfinished()
 
         pause = max(0.0, sum(self.frontend.last_pause) - began)
@@ -848,10 +849,10 @@ class Soak:
         """One entry alone, while everybody gets 503: no attempt of it is used up."""
         self.frontend.era = lambda _: Reply(503, {}, "<html>busy</html>")
         seq = self.backend.enqueue()
-        query = "select tries, attempts from serversync.failures where outbox_id = %s"
+        query = "select tries, attempts from serversync.waiting where outbox_id = %s"
 
         def tried() -> tuple[int, int] | None:
-            let_hours_pass(self.oracle.db)
+            self.try_now()
             time.sleep(0.3)
             rows = self.oracle.db.rows(query, (seq,))
             return rows[0] if rows and rows[0][0] >= 5 else None
@@ -865,13 +866,18 @@ class Soak:
         self.frontend.era = None
 
         def through() -> bool:
-            let_hours_pass(self.oracle.db)
+            self.try_now()
+            time.sleep(0.3)
             return not self.oracle.db.pending()
 
         try:
             wait_until(through, 60, "the lonely entry")
         except AssertionError as error:
             self.problems.append(str(error))
+
+    def try_now(self) -> None:
+        for device in list(self.crew.running.values()):
+            self.crew.reload(device)
 
     def resolve_doubts(self) -> None:
         """A COMMIT whose answer was lost: the database knows."""
@@ -911,6 +917,8 @@ class Soak:
         """Why its sender could not know, or not write down, that it had arrived."""
         before, again = repeat.before, repeat.now.request.started
         start, end = before.request.started, before.request.finished or before.request.started
+        if repeat.what == "file":  # its sender asks by HEAD, three times if need be
+            end = max(end, before.known) + LOOK_SEC
         device = self.crew.all[before.device]
         soon = min(again, end + RECORDING_SEC)
         if before.answer_lost:

@@ -429,7 +429,7 @@ def test_an_upload_that_a_full_database_cannot_record_is_kept_and_not_sent_again
         assert len(frontend.of_kind("file")) == 3
         assert oracle.repeated() == 0
     finally:
-        running.close()
+        running.kill()  # its log is still to be shown if this fails
         db.execute("alter table serversync.uploads set tablespace pg_default")
         with db.admin() as admin:
             admin.execute(f"drop tablespace {db.name}")

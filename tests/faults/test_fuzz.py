@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +40,7 @@ TIMEOUT = 0.5
 KEY = "a key"
 URL = "https://voice.example.com/storage/recordings/x/mixed.wav"
 OK = b"HTTP/1.1 200 OK\r\n"
+NOWHERE = b"HTTP/1.1 404 Not Found\r\n"
 DOORS: dict[str, dict[str, Any]] = {"entries": {"ok": True}, "files": {"fileUrl": URL}}
 # A bug of ours shows itself by one of these.
 CRASHES = ("Traceback", "a cycle failed", "a bug:")
@@ -184,12 +185,21 @@ def bad_answers(draw: st.DrawFn, words: dict[str, Any], calm: bool = False) -> b
         longer = st.integers(len(body) + 1, 10**12)
         return with_length(top, body, draw(shorter | longer))
     if kind == "chunks":
-        size = draw(st.sampled_from(CHUNK_SIZES)) + b"\r\n"
-        return top + b"Transfer-Encoding: chunked\r\n\r\n" + size + body + b"\r\n0\r\n\r\n"
+        size = draw(st.sampled_from(CHUNK_SIZES).filter(lambda each: not is_size(each, len(body))))
+        chunk = size + b"\r\n" + body + b"\r\n0\r\n\r\n"
+        return top + b"Transfer-Encoding: chunked\r\n\r\n" + chunk
     if kind == "coded":
         code = draw(st.sampled_from(["gzip", "x-gzip", "deflate", "br", "gzip, gzip"]))
         return with_length(head(200, [("Content-Encoding", code)]), BOMB + gzip.compress(body))
     return draw(st.binary(max_size=300))
+
+
+def is_size(text: bytes, size: int) -> bool:
+    """Whether a chunk of that size would be whole (0x1e5 is a good one for 485 bytes)."""
+    try:
+        return int(text[:20], 16) == size
+    except ValueError:
+        return False
 
 
 BOMB = gzip.compress(b" " * 50_000_000)  # what follows it unpacks to the same text
@@ -252,9 +262,9 @@ class Client:
             "FRONTEND_BASE_URL": self.server.url,
             "SYNC_TIMEOUT_SEC": str(TIMEOUT),
         }
-        process = serversync.Process({})
-        process.install()
-        self.frontend = serversync.Frontend(serversync.load_config(keys, {}), process)
+        self.process = serversync.Process({})
+        self.process.install()
+        self.frontend = serversync.Frontend(serversync.load_config(keys, {}), self.process)
         audio = directory / "mixed.wav"
         audio.write_bytes(b"0123456789")
         self.fd = os.open(audio, os.O_RDONLY)
@@ -263,22 +273,18 @@ class Client:
             self.fd, "call", audio.name, 10, [], self.folder, b"{}", False, KEY
         )
         self.entry = serversync.FileEntry(
-            1, "lane", str(uuid.uuid4()), str(uuid.uuid4()), str(uuid.uuid4()), None, None,
-            0, 0.0, None, None, False,
+            1, str(uuid.uuid4()), str(uuid.uuid4()), str(uuid.uuid4()), None, None,
+            0, 0.0, None, False, None, False,
         )  # fmt: skip
 
     def send(self, door: str, raw: Raw, *more: Raw) -> tuple[Verdict, Answer]:
         """One request, and how this answer is understood (`more`: for what is tried again)."""
         self.next[:] = [raw, *more, Raw(b""), Raw(b"")]
         if door == "entries":
-
-            def body(limit: serversync.Limit) -> Generator[bytes, None, bool]:
-                yield b"{}"
-                return True
-
-            answer = self.frontend.post(body, 2, KEY)
+            answer = serversync.drive(self.frontend.post(b"{}", KEY), self.process)
             return serversync.confirm_entries(answer, KEY, [1], time.time())[0], answer
-        answer = self.frontend.upload(self.entry, self.ready, 0.0, lambda sent: None)
+        steps = self.frontend.upload(self.entry, self.ready, 0.0)
+        answer = serversync.drive(steps, self.process)
         return serversync.confirm_upload(answer, KEY, 10, time.time())[0], answer
 
     def close(self) -> None:
@@ -414,29 +420,33 @@ def test_an_answer_that_is_cut_at_64_kib_does_not_count(client: Client) -> None:
         with_length(head(503), b""),
         with_length(head(204), b""),
         head(304) + b"\r\n",
-        head(103) + b"\r\n",
         with_length(OK, b"no"),
         in_chunks(OK, b"no"),
     ],
-    ids=["500", "503", "204", "304", "103", "no", "no_in_chunks"],
+    ids=["500", "503", "204", "304", "no", "no_in_chunks"],
 )
 def test_a_second_answer_sent_along_is_never_taken_for_that_to_the_next_request(
     client: Client, door: str, first: bytes
 ) -> None:
     yes = with_length(OK, json.dumps(DOORS[door]).encode())
-    whole = threading.Event()
+    understood_one, whole = threading.Event(), threading.Event()
 
     def in_two() -> Iterator[bytes]:
         yield first
+        understood_one.wait(20)
         yield yes
         whole.set()  # what was sent on the loopback device has arrived
 
     for answer in (first + yes, in_two()):
         verdict, _ = client.send(door, Raw(answer, "keep"))
         assert verdict.fate is not Fate.SENT
-        assert isinstance(answer, bytes) or whole.wait(20)
+        if not isinstance(answer, bytes):
+            understood_one.set()
+            assert whole.wait(20)
         verdict, understood = client.send(door, Raw(with_length(head(500), b"{}"), "keep"))
         assert verdict.fate is not Fate.SENT, (first, understood)
+    # One that comes in the middle of the next request cannot be told from its own.
+    assert door == "entries" or client.server.connections == 4
 
 
 @own_timer
@@ -452,7 +462,8 @@ def test_an_interim_answer_is_not_the_answer_and_never_shifts_those_that_follow(
         time.sleep(0.2)
         yield yes
 
-    client.send(door, Raw(late(), "keep"))
+    verdict, answer = client.send(door, Raw(late(), "keep"))
+    assert verdict.fate is Fate.SENT, answer
     verdict, answer = client.send(door, Raw(with_length(head(500), b"{}"), "keep"))
     assert verdict.fate is not Fate.SENT, answer
 
@@ -470,6 +481,10 @@ class Alternating:
         self.bad: dict[str, int] = {}  # which answer an entry or a recording gets
 
     def __call__(self, head: bytes, body: bytes) -> Raw:
+        if body == b'{"entries":[]}':
+            return Raw(with_length(OK, b'{"ok": true}'), "keep")
+        if head.startswith(b"HEAD"):
+            return Raw(with_length(NOWHERE, b""), "keep")
         if b"/recording-file" in head:
             match = re.search(rb'name="recordingId".*?\r\n\r\n([0-9a-f-]{36})\r\n', body, re.S)
             words: dict[str, Any] = DOORS["files"]
@@ -670,9 +685,14 @@ def paths(directories: list[str]) -> st.SearchStrategy[object]:
     return joined | absolute | ending | json_values
 
 
+def no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
 def is_json(text: bytes) -> bool:
+    """Strictly: UTF-8, no BOM, no NaN."""
     try:
-        json.loads(text)
+        json.loads(text.decode(), parse_constant=no_constant)
     except (ValueError, RecursionError):
         return False
     return len(text) <= 256 * 1024

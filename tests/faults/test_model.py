@@ -40,13 +40,14 @@ MORE = os.environ.get("SERVERSYNC_MODEL_EXAMPLES")
 EXAMPLES = -(-int(MORE or 4) // SHARDS)
 SEED = int(os.environ.get("SERVERSYNC_MODEL_SEED", random.SystemRandom().getrandbits(32)))
 ROUNDS = 4
-RETRY_MAX, RETRY_HOURS = 2, 1
+RETRY_MAX, RETRY_HOURS, GRACE_HOURS = 2, 1, 24
 LIBFAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 NOW, LAST_YEAR, NEXT_YEAR, BOOT = "+0", "-1y", "+1y", "@1970-01-01 00:00:10"
 END_SESSIONS = """
     select pg_terminate_backend(pid) from pg_stat_activity
     where application_name = 'serversync' and datname = %s
 """
+EMPTY = len(b'{"entries":[]}')  # the request that only asks whether the frontend lives
 HTML = "<html>please log in</html>"
 EARLY = {"ok": True, "fileUrl": "http://127.0.0.1/early.wav"}
 # Instead of a good answer; nothing is stored unless it says so.
@@ -57,6 +58,7 @@ REPLIES = {
     "a login": Reply(302, {"Location": "/login"}, HTML),
     "401": Reply(401, {}, {"error": "unauthorized"}),
     "404": Reply(404, {}, "<html>not found</html>"),
+    "413": Reply(413, {}, "<html>too large</html>"),
     "429": Reply(429, {"Retry-After": "1"}, {}),
     "400, not ours": Reply(400, {}, "<html>bad request</html>"),
     "409, still running": Reply(409, {}, {"error": "the first one is still running"}),
@@ -85,7 +87,6 @@ HEADS = {
 REFUSALS = {
     "400": ("BAD_REQUEST", Reply(400, {}, {"error": "not valid"})),
     "422": ("BAD_REQUEST", Reply(422, {}, {"error": "not valid"})),
-    "413": ("TOO_LARGE", Reply(413, {}, {"error": "too large"})),
 }
 # What a frontend may have against one entry, whenever it meets it.
 GRUDGES = ["400", "422", "413", "rejected", "500", "400, not ours", "a portal"]
@@ -106,6 +107,7 @@ MEETS = st.one_of(
 )
 PLANS = st.lists(MEETS, min_size=2, max_size=8)
 NUMBERS = st.integers(0, 99)
+BARE = 50
 FILES = ["all", "all", "all", "transferred", "meta is late", "meta is broken", "late", "never"]
 SMALL_THINGS = [
     "a_late_commit", "a_late_commit", "a_rollback", "a_call_goes_on", "a_call_goes_on",
@@ -130,14 +132,16 @@ class Transaction:
     def __init__(self, connection: psycopg.Connection[Any], calls: list[Call]) -> None:
         self.connection, self.calls = connection, calls
         self.rows: list[tuple[int, str, str, str]] = [
-            (seq, call.call_log_id, kind, self.entity_of(call, kind))
+            (seq, call.call_log_id, kind, self.entity_of(call, kind, seq))
             for call in calls
             for seq, kind in zip(call.seqs, call.types, strict=True)
         ]
 
     @staticmethod
-    def entity_of(call: Call, kind: str) -> str:
-        return call.recording_id if kind.startswith("recording") else call.call_log_id
+    def entity_of(call: Call, kind: str, seq: int) -> str:
+        """An event is an entity of its own, whose name does not matter here."""
+        owners = {"call_log": call.call_log_id, "ivr_session_event": f"event {seq}"}
+        return owners.get(kind, call.recording_id)
 
 
 class World:
@@ -161,6 +165,7 @@ class World:
         self.weather: dict[str, str] = {}  # by kind of request
         self.types = 0
         self.plan: list[Meets] = []
+        self.asked_too = False  # the empty request meets the plan, too
         self.thrifty = False  # what no request has met is kept for the next ones
         self.agents: dict[str, Agent] = {}
         self.slow: dict[str, bool] = {}  # those with a bandwidth limit
@@ -283,23 +288,27 @@ class World:
                 transaction.connection.close()
                 self._never_came(transaction)
 
-    def _enqueue(self, kind: str, payload: dict[str, Any], entity_id: str, lane: str) -> None:
+    def _enqueue(self, kind: str, payload: dict[str, Any], entity_id: str, call_id: str) -> None:
         """One entry in a transaction of its own."""
         connection = self.db.connect(autocommit=False)
         seq = self.backend.enqueue(kind, payload, entity_id, connection)
         transaction = Transaction(connection, [])
-        transaction.rows = [(seq, lane, kind, entity_id)]
+        transaction.rows = [(seq, call_id, kind, entity_id)]
         self.open.append(transaction)
         self._commit(-1)
 
-    def _goes_on(self, call: Call) -> None:
-        """A later snapshot of the recording, with a transcript."""
-        payload = {"callLogId": call.call_log_id, "uploadStatus": "local_only", "transcript": "?"}
-        self._enqueue("recording", payload, call.recording_id, call.call_log_id)
+    def _goes_on(self, call: Call, bare: bool = False) -> None:
+        """A later snapshot of the recording, with a transcript; a bare one does not name the call,
+        and depends on it all the same if an earlier one does."""
+        payload = {"uploadStatus": "local_only", "transcript": "?"}
+        payload |= {} if bare else {"callLogId": call.call_log_id}
+        owner = call.recording_id if bare else call.call_log_id
+        self._enqueue("recording", payload, call.recording_id, owner)
 
     def a_call_goes_on(self, which: int) -> None:
         with self._lock:
-            self._goes_on(self.oracle.calls[which % len(self.oracle.calls)])
+            call = self.oracle.calls[which % BARE % len(self.oracle.calls)]
+            self._goes_on(call, which >= BARE)
 
     def a_file_is_enqueued_again(self, which: int) -> None:
         with self._lock:
@@ -406,10 +415,17 @@ class World:
     def hours_pass(self, which: int) -> None:
         self._pass(which % 3)
 
-    def _pass(self, hours: int = 0) -> None:
+    def _pass(self, hours: float = 0) -> None:
+        """Fewer than the grace time of a file that is missing."""
+        hours = min(hours, GRACE_HOURS - 1 - self.witness.hours)
         self.witness.hours += hours
-        if self.db.value("select to_regclass('serversync.failures')") is not None:
+        if self.db.value("select to_regclass('serversync.waiting')") is not None:
             let_hours_pass(self.db, hours)
+
+    def a_while_passes(self, _: int) -> None:
+        """As long as a short outage; nobody says: try now."""
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.db.pending(), 4)
 
     def the_clock_steps(self, which: int) -> None:
         """The service's, while it runs."""
@@ -427,7 +443,7 @@ class World:
     def _at_head(self, request: Request) -> Reply | None:
         self.witness.began(request)
         with self._lock:
-            met: Meets = self.plan.pop(0) if self.plan else self.weather.get(request.kind, "good")
+            met = self._next(request)
         World.seen[str(met)] += 1
         self._met[request] = met
         if isinstance(met, tuple) and met[1] == "before":
@@ -438,6 +454,14 @@ class World:
             slow = self.slow.get(device_of(request)) and request.length > 60_000
             self._met[request] = met = met if slow else "an early 503"
         return HEADS.get(met) if isinstance(met, str) else None
+
+    def _next(self, request: Request) -> Meets:
+        kind = "empty" if request.length == EMPTY else request.kind
+        if kind == "other":  # a look at what is stored
+            return "good"
+        if self.plan and (kind != "empty" or self.asked_too):
+            return self.plan.pop(0)
+        return self.weather.get(kind, "good")
 
     def _at_body(self, request: Request) -> Reply | None:
         self.witness.arrived(request)
@@ -506,7 +530,8 @@ class World:
             delivered = request.status in (200, 409, 429) and sock.getpeername() is not None
         except OSError:
             delivered = False
-        self.witness.ended(request, delivered, 1.0 if request.status == 429 else 0.0)
+        paused = request.kind == "empty" and request.status == 429
+        self.witness.ended(request, delivered, 1.0 if paused else 0.0)
 
     # -- events while a request is under way -----------------------------------------------------
 
@@ -579,18 +604,18 @@ class World:
         self._later(0.5, self.proxy.resume)
 
     def _crash(self) -> None:
-        """The database's, once an example: it costs a second."""
+        """The database's, once an example: it costs a second. Nobody else has begun anything."""
         with self._lock:
             crashed, self.crashed = self.crashed, True
+            if not crashed:
+                World.seen["crashes"] += 1
+                self.steady.clear()
+                try:
+                    self.cluster.restart("immediate")
+                finally:
+                    self.steady.set()
         if crashed:
             self._end_sessions()
-            return
-        World.seen["crashes"] += 1
-        self.steady.clear()
-        try:
-            self.cluster.restart("immediate")
-        finally:
-            self.steady.set()
 
     # -- agents ----------------------------------------------------------------------------------
 
@@ -610,6 +635,7 @@ class World:
             "SYNC_TIMEOUT_SEC": 1,
             "SYNC_RETRY_MAX": RETRY_MAX,
             "SYNC_RETRY_HOURS": RETRY_HOURS,
+            "SYNC_FILE_GRACE_SEC": GRACE_HOURS * 3600,
             "PYTHONFAULTHANDLER": 1,
         }
         env = agent_env(None, self.frontend, self.backend, **(shared | options))
@@ -640,11 +666,12 @@ class World:
         return code
 
     def agents_run(
-        self, plan: list[Meets], how: str, clock: str, size: int, quiet: int, kbps: int
+        self, plan: list[Meets], how: str, clock: str, size: int, quiet: int, kbps: int, asked: bool
     ) -> None:
         """`plan` is what their requests meet, one after the other. Where the service runs, another
         one finds the lock taken."""
-        self._step("agents run:", how, clock, f"{size=} {quiet=} {kbps=} {plan=}")
+        self._step("agents run:", how, clock, f"{size=} {quiet=} {kbps=} {asked=} {plan=}")
+        self.asked_too = asked
         self._agents_run(plan, how, clock, size, quiet, kbps)
 
     def _agents_run(
@@ -668,9 +695,12 @@ class World:
                 if call.call_id in before and not call.wav.exists():
                     self._break(f"{call.call_id}: deleted before it was quiet for {quiet} s")
 
-    def the_service_works(self, plan: list[Meets], clock: str, size: int, kbps: int) -> None:
+    def the_service_works(
+        self, plan: list[Meets], clock: str, size: int, kbps: int, asked: bool
+    ) -> None:
         """It lives on until something ends it."""
-        self._step("the service works:", clock, f"{size=} {kbps=} {plan=}")
+        self._step("the service works:", clock, f"{size=} {kbps=} {asked=} {plan=}")
+        self.asked_too = asked
         self._serve(plan, clock, size, kbps)
 
     def _serve(self, plan: list[Meets], clock: str = NOW, size: int = 100, kbps: int = 0) -> None:
@@ -681,13 +711,17 @@ class World:
             self.service = self._start(clock, ("run",), **options)
             self.agents[self.service].wait_log("started")
         else:
-            self._pass()
-            self.agents[self.service].hup()  # an outage's pause is over
+            self._try_now(self.service)
         self._settle()
         if self.thrifty and self.plan and self.service is not None:
-            self._pass()
-            self.agents[self.service].hup()
+            self._try_now(self.service)
             self._settle()
+
+    def _try_now(self, service: str) -> None:
+        """An outage's pause is over."""
+        self._pass()
+        self.witness.somebody_says_try_now()
+        self.agents[service].hup()
 
     def _settle(self) -> None:
         """Until the service has done what it can."""
@@ -695,7 +729,8 @@ class World:
 
         def calm() -> bool:
             now = time.monotonic()
-            still = not self.witness.busy and now - max(self.witness.active, begun) > 0.4
+            quiet = 1.0 if self.plan else 0.4  # what shall be met may take a moment
+            still = not self.witness.busy and now - max(self.witness.active, begun) > quiet
             return still or now - begun > 4
 
         if self.service is not None:
@@ -729,12 +764,13 @@ class World:
         self.weather = dict.fromkeys(doors, weather)
         for _ in range(3):
             if "entries" not in doors:  # they go on, and vouch for no file
-                self.a_call_goes_on(0)
+                for which in range(3):
+                    self.a_call_goes_on(which)
             if serve or self.service is not None:
                 self._serve([])
             else:
                 self._agents_run([])
-            self._pass(2)
+            self._pass(1)
         self.weather = {}
 
     def small_things_happen(self, things: list[tuple[str, int]]) -> None:
@@ -797,7 +833,7 @@ class World:
                     self.witness.kept.append(call.meta)
             self._end_call(0.05)
         # What is rejected rightly stays so; what the frontend was broken by does not.
-        lasting = {"400", "422", "413", "rejected"}
+        lasting = {"400", "422", "rejected"}
         types = [row.entity_id for row in self.witness.rows.values() if "type-" in row.entity_type]
         self.grudges = {
             entity: grudge
@@ -860,6 +896,7 @@ AGENTS_RUN = step(
     size=st.sampled_from([1, 1, 3, 100]),
     quiet=st.sampled_from([0, 0, 60]),
     kbps=st.sampled_from([0, 0, 500]),
+    asked=st.booleans(),
 )
 THE_SERVICE_WORKS = step(
     "the_service_works",
@@ -867,11 +904,14 @@ THE_SERVICE_WORKS = step(
     clock=st.sampled_from([NOW, NOW, LAST_YEAR, BOOT]),
     size=st.sampled_from([1, 1, 3, 100]),
     kbps=st.sampled_from([0, 500]),
+    asked=st.booleans(),
 )
 AN_OUTAGE = step(
     "an_outage",
     weather=st.sampled_from(WEATHERS),
-    doors=st.sampled_from([["entries", "file"], ["entries"], ["file"]]),
+    doors=st.sampled_from(
+        [["empty", "entries", "file"], ["empty", "entries"], ["entries"], ["file"]]
+    ),
     serve=st.sampled_from([True, True, False]),
 )
 WORK = st.one_of(AGENTS_RUN, AGENTS_RUN, THE_SERVICE_WORKS, THE_SERVICE_WORKS, AN_OUTAGE)
@@ -903,11 +943,15 @@ def call(**how: object) -> Step:
 
 def agents(*plan: Meets, **how: object) -> Step:
     usual = {"how": "once", "clock": NOW, "size": 100, "quiet": 0, "kbps": 0}
+    usual |= {"asked": False}
     return "agents_run", {"plan": list(plan)} | usual | how
 
 
-def service(*plan: Meets, size: int = 100, kbps: int = 0, clock: str = NOW) -> Step:
-    return "the_service_works", {"plan": list(plan), "size": size, "kbps": kbps, "clock": clock}
+def service(
+    *plan: Meets, size: int = 100, kbps: int = 0, clock: str = NOW, asked: bool = False
+) -> Step:
+    how = {"size": size, "kbps": kbps, "clock": clock, "asked": asked}
+    return "the_service_works", {"plan": list(plan)} | how
 
 
 def outage(weather: str, *doors: str) -> Step:
@@ -923,13 +967,13 @@ TALES: dict[str, list[Step]] = {
         call(),
         agents("a portal", "a portal", "a portal", "a portal"),
         small("hours_pass"),
-        agents(*["409, still running"] * 4),
+        agents(*["409, still running"] * 8),
         small("hours_pass"),
-        agents(*["not ok"] * 4),
+        agents(*["not ok"] * 8),
         small("hours_pass"),
         agents(*["stored, a portal"] * 4),
         small("hours_pass"),
-        agents(*["400, not ours"] * 4),
+        agents(*["400, not ours"] * 8),
     ],
     "false confirmations of files": [
         agents(),
@@ -947,12 +991,14 @@ TALES: dict[str, list[Step]] = {
     "nothing dies of an outage": [
         call(),
         outage("500", "entries"),
+        outage("500", "entries", "empty"),
+        outage("a portal", "file"),
         outage("a portal", "file"),
         call(),
         call(),
         call(),
         call(),
-        outage("a login", "entries", "file"),
+        outage("a login", "entries", "empty", "file"),
     ],
     "files vouch for files, hours must pass": [
         call(),
@@ -964,16 +1010,12 @@ TALES: dict[str, list[Step]] = {
         service("good", "500", "500", "500"),
         call(grudge="500"),
         service(),
-        call(),
+        *[call(), call(), call(), service()] * 3,
+        call(grudge="413"),
         service(),
-        call(),
-        service(),
-        call(grudge="500"),
         service(),
         small("hours_pass", which=2),
-        service(),
-        call(),
-        service(),
+        *[call(), call(), call(), service()] * 3,
         service(),
     ],
     "a late snapshot keeps the player": [
@@ -1029,7 +1071,7 @@ TALES: dict[str, list[Step]] = {
     "the database goes when something is confirmed": [
         call(),
         agents(("database away", "stored")),
-        agents("good", ("database away", "stored")),
+        *[call(), agents("good", ("database away", "stored"))] * 4,
         agents(("kill", "stored")),
         agents(("kill", "answered")),
         call(),
@@ -1040,6 +1082,8 @@ TALES: dict[str, list[Step]] = {
         service(("crash", "answered"), ("kill", "answered")),
     ],
     "what is bad, and what stands behind it": [
+        call(events=2, grudge="rejected"),
+        agents(),
         call(events=2, grudge="500"),
         call(events=2, grudge="rejected"),
         call(events=2, grudge="413"),
@@ -1059,6 +1103,11 @@ TALES: dict[str, list[Step]] = {
     ],
     "a second recording": [
         call(),
+        call(again=True),
+        service("good", "good", "500"),
+        service(),
+        service(),
+        call(),
         agents(),
         call(again=True),
         call(),
@@ -1075,6 +1124,29 @@ TALES: dict[str, list[Step]] = {
         small("late_files_come", "late_files_come"),
         service(),
     ],
+    "an entry of a call that waits, and what depends on it": [
+        call(events=2, grudge="500"),
+        small("a_call_goes_on", which=BARE + 2),
+        service(size=3),
+        call(grudge="a portal"),
+        small("a_call_goes_on", which=3),
+        small("a_call_goes_on", which=BARE + 3),
+        service(size=1),
+        small("a_call_goes_on", which=BARE + 2),
+        small("a_call_goes_on", which=3),
+        service(size=3),
+        agents(),
+        service(),
+    ],
+    "an outage that a probe ends": [
+        call(events=2),
+        call(),
+        service("500", "500", asked=True),
+        small("a_while_passes"),
+        call(),
+        service("good", "500", "500", asked=True, size=1),
+        small("a_while_passes"),
+    ],
     "two agents at once": [
         call(),
         call(),
@@ -1088,11 +1160,12 @@ TALES: dict[str, list[Step]] = {
     "a pause that was asked for": [
         call(),
         call(),
-        service("429"),
+        service("429", "429", asked=True),
         call(),
         service("good", "429"),
         call(),
-        agents("good", "429"),
+        service("429", "429", asked=True, size=1),
+        agents("good", "429", "429", asked=True),
     ],
 }
 

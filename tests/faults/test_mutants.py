@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mutants import MUTANTS, SOURCE, Mutant
+from mutants import MUTANTS, REPOSITORY, SOURCE, Mutant
 from test_model import TALES
 
 
@@ -16,3 +16,5 @@ def test_mutant_can_be_made(mutant: Mutant) -> None:
     compile(broken, "serversync.py", "exec")
     assert not mutant.story or mutant.story in TALES
     assert mutant.story or mutant.tests
+    for path, _, name in (each.partition("::") for each in mutant.tests):
+        assert f"def {name}" in (REPOSITORY / path).read_text()

@@ -65,6 +65,7 @@ class Fate:
     stored: bool = False
     answer_lost: bool = False
     pause: float = 0.0  # that it was asked for
+    known: float = 0.0  # of an upload: when its sender had asked by HEAD whether it is there
 
     def established(self) -> bool:
         """Whether the sender still holds its end of the connection."""
@@ -109,6 +110,8 @@ class Weather(Frontend):
         self.last_pause = (0.0, 0.0)  # when a Retry-After was sent last, and of how many seconds
         self.impatient: list[str] = []  # who did not wait for so long
         self._quiet: dict[str, float] = {}
+        self._mended: dict[str, float] = {}  # who was told to try now, and when
+        self._uploads: dict[tuple[str, str], Fate] = {}  # the last one, by device and call
         self._under_way: dict[Request, Fate] = {}
         self._arrived: dict[str, Fate] = {}
         self._keys: set[str] = set()
@@ -155,13 +158,29 @@ class Weather(Frontend):
         fate = self._under_way.pop(request)
         late = request.kind == "entries" and time.monotonic() - request.started > PATIENCE
         there = fate.established()
-        if request.status == 429 and there and not late and not self._via_radio(fate.device):
+        mended = time.monotonic() - self._mended.get(fate.device, -9.0) < 3
+        asked = request.kind == "empty" and request.status == 429 and not mended
+        if asked and there and not late and not self._via_radio(fate.device):
             self._quiet[fate.device] = time.monotonic() + fate.pause
+        if request.method == "HEAD":
+            self._looked_at(request, fate, there)
         fate.answer_lost |= late or request.status not in (200, 409) or not there
         with self._counting:
             self.lost_answers += fate.stored and fate.answer_lost
         super().end(request)
         request.body, request.entries, request.raw_head, request.headers = None, [], b"", NOTHING
+
+    def try_now(self, device: str) -> None:
+        """It is told so: pauses end."""
+        self._mended[device] = time.monotonic()
+        self._quiet.pop(device, None)
+
+    def _looked_at(self, request: Request, fate: Fate, there: bool) -> None:
+        """An upload counts when a look at what is stored says so, too."""
+        upload = self._uploads.get((fate.device, request.path.rpartition("/")[2]))
+        if upload is not None:
+            upload.known = time.monotonic()
+            upload.answer_lost = request.status != 200 or not there
 
     def _arrives(self, name: str, what: str) -> None:
         fate: Fate = self._local.fate
@@ -190,7 +209,9 @@ class Weather(Frontend):
         super()._store_entry({**entry, "payload": payload}, journal)
 
     def _store_file(self, file: StoredFile) -> None:
-        self._local.fate.stored = True
+        fate: Fate = self._local.fate
+        fate.stored = True
+        self._uploads[fate.device, file.call_log_id] = fate
         with self._counting:
             self._arrives(f"file {file.recording_id}", "file")
             self.made_up += b"generatedBy" in file.meta

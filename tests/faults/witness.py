@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,12 @@ from pg import Database
 FILE_TYPE = "recording_file"
 LATE_SEC = 0.4  # an answer that took longer may have come too late (the least time limit is 0.5 s)
 MOST_DEATHS = 9  # of a type in a row; the next one waits, for the frontend is broken
-REFUSALS = {"BAD_REQUEST", "TOO_LARGE", "REJECTED"}
+SENT_SINCE = 3  # so many of its type got through since its last failure: it is charged
+REFUSALS = {"BAD_REQUEST", "REJECTED"}
 # Codes that are never an entry's fault, however often they come.
 HARMLESS = {
     "NETWORK_ERROR", "TLS_ERROR", "RATE_LIMITED", "TOO_SLOW", "FILE_CHANGED", "FILE_UNREADABLE",
-    "ROOT_MISSING", "NOT_READY", "UNKNOWN", "FILE_UNSAFE", "BAD_PAYLOAD",
+    "ROOT_MISSING", "NOT_READY", "UNKNOWN", "FILE_UNSAFE", "BAD_PAYLOAD", "WAITS_FOR",
 }  # fmt: skip
 
 SETTLED = """
@@ -37,7 +39,7 @@ class Row:
     """A row of the outbox. `begun` and `done` tell when its transaction was committed."""
 
     seq: int
-    lane: str
+    call: str  # its call, or its own entity
     entity_type: str
     entity_id: str
     begun: float
@@ -67,7 +69,7 @@ class Tries:
     """How often something was tried in a request of its own, and what that may have cost."""
 
     hours: float  # that had passed by then
-    successes: int
+    sent: int  # of its type, when it may have been charged last
     charged: int = 0  # at most
 
 
@@ -94,7 +96,7 @@ class Witness:
         self.said: dict[str, list[Said]] = {}
         self.refused: set[tuple[str, str]] = set()
         self.tries: dict[str, Tries] = {}
-        self.successes = {"entries": 0, "file": 0}
+        self.sent: Counter[str] = Counter()  # by type
         self.problems: list[str] = []
         self.busy = 0
         self.active = time.monotonic()
@@ -135,7 +137,7 @@ class Witness:
             self.busy += 1
             device = device_of(request)
             early = self._pauses.get(device, 0.0) - request.started
-            if early > 0.05:
+            if early > 0.05 and request.method != "HEAD":  # the end of an upload
                 self.problems.append(
                     f"{device} was asked for a pause, and came {early:.2f} s early"
                 )
@@ -158,7 +160,7 @@ class Witness:
                 self.repeated += bool(told)
                 self._repeats.append((device_of(request), f"entry {row.seq}", list(told)))
             if len(known) == 1:
-                self._alone(known[0].name, "entries")
+                self._alone(known[0])
 
     def _file_arrived(self, request: Request) -> None:
         assert request.file is not None
@@ -175,16 +177,17 @@ class Witness:
         if len(reliable) >= len(rows):
             self._repeats.append((device_of(request), f"file of {recording_id}", reliable))
         for other in list(self.rows.values()):
-            others = other.entity_type == FILE_TYPE and other.lane == rows[0].lane
+            others = other.entity_type == FILE_TYPE and other.call == rows[0].call
             if others and other.name != recording_id:
                 told = list(self.said.get(other.name, []))
-                self._repeats.append((device_of(request), f"a recording of {other.lane}", told))
-        self._alone(recording_id, "file")
+                self._repeats.append((device_of(request), f"a recording of {other.call}", told))
+        self._alone(rows[0])
 
     def _in_turn(self, row: Row, before: set[int]) -> None:
+        """What it must not pass: an earlier one of its entity, its call's own entry."""
         for other in list(self.rows.values()):
             if (
-                other.lane == row.lane
+                other.entity_id in (row.entity_id, row.call)
                 and other.seq < row.seq
                 and other.entity_type != FILE_TYPE
                 and other.seq not in before
@@ -193,12 +196,13 @@ class Witness:
             ):
                 self._unordered.append((other, row))
 
-    def _alone(self, name: str, door: str) -> None:
-        """A failure is charged if its door had a success since the one before."""
-        now = self.successes[door]
-        tries = self.tries.setdefault(name, Tries(self.hours, now))
-        tries.charged += now > tries.successes
-        tries.successes = now
+    def _alone(self, row: Row) -> None:
+        """A failure is charged if three of its type got through since the one before."""
+        now = self.sent[row.entity_type]
+        tries = self.tries.setdefault(row.name, Tries(self.hours, now))
+        if now - tries.sent >= SENT_SINCE:
+            tries.charged += 1
+            tries.sent = now
 
     # -- what is said ----------------------------------------------------------------------------
 
@@ -208,14 +212,15 @@ class Witness:
         with self.lock:
             said = Said(device, excused=device in self._unreliable)
             self._answering[request] = self._last[device, request.kind] = said
-            self.successes["file" if request.file else "entries"] += 1
             if request.file is not None:
+                self.sent[FILE_TYPE] += 1
                 said.sha256, said.url = request.file.sha256, self.frontend.file_url(request.file)
                 self.said.setdefault(request.file.recording_id, []).append(said)
             for entry in request.entries:
                 if entry["seq"] in refused:
                     self.refused.add((str(entry["seq"]), "REJECTED"))
                 else:
+                    self.sent[entry["entityType"]] += 1
                     self.said.setdefault(str(entry["seq"]), []).append(said)
 
     def refuses(self, request: Request, code: str) -> None:
@@ -237,6 +242,11 @@ class Witness:
                 said.excused = True
             if pause and request.finished is not None and delivered:
                 self._pauses[device_of(request)] = time.monotonic() + pause
+
+    def somebody_says_try_now(self) -> None:
+        """A reload ends every pause."""
+        with self.lock:
+            self._pauses.clear()
 
     def excuse(self, device: str) -> None:
         """From its last request on, this agent may not write down what it is told."""
@@ -299,12 +309,15 @@ class Witness:
         if code == "FILE_MISSING":
             return self.grace_is_over and row.entity_id in self.missing
         if code == "SECOND_RECORDING":
-            others = [
-                other.name
+            first = min(self.recordings(row.name), key=lambda each: each.seq)
+            return any(
+                other.entity_type == FILE_TYPE
+                and other.call == row.call
+                and other.name != row.name
+                and other.name in self.said
+                and not (first.seq < other.seq and first.visible_before(other))
                 for other in self.rows.values()
-                if other.entity_type == FILE_TYPE and other.lane == row.lane
-            ]
-            return any(name != row.name and name in self.said for name in others)
+            )
         tries = self.tries.get(row.name)
         if tries is None or code in HARMLESS:
             return False
@@ -330,7 +343,7 @@ class Witness:
     def _wrong_order(self, dead: dict[int, str]) -> Iterator[str]:
         for lower, row in self._unordered:
             if lower.seq not in dead:
-                yield f"entry {row.seq} ({row.entity_type}) came before {lower.seq} of its call"
+                yield f"entry {row.seq} ({row.entity_type}) came before {lower.seq}: not its turn"
         for device, what, told in self._repeats:
             reliable = [said.device for said in told if not said.excused]
             if reliable:

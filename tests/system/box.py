@@ -366,7 +366,7 @@ class Box(ABC):
 
     def tidy(self) -> None:
         """As it was before the test: nothing pending, no recordings, the unit as it is shipped."""
-        tables = "sync_outbox, recordings, serversync.failures, serversync.uploads"
+        tables = "sync_outbox, recordings, serversync.waiting, serversync.uploads"
         tables += ", serversync.audio_files, registered_numbers, call_action_rules, announcements"
         forget = "update serversync.settings set digest = null, counts = '{}', held_counts = null"
         truncate = shlex.quote(
