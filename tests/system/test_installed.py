@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from box import (
     LONG,
     MARKS,
     RECORDINGS,
+    REPOSITORY,
     Box,
     Installation,
     command,
@@ -27,6 +29,7 @@ from box import (
 from frontend import Frontend, Reply, Request
 from pg import free_port
 from settings import AUDIO, Desired, announcement, flow, group, route, rule
+from test_debian import alone
 from test_docs import section, sessions
 
 pytest_plugins = ["machines"]
@@ -529,6 +532,69 @@ def test_an_upgrade_keeps_the_edits_and_the_work_and_restarts_once(
     frontend.on_entries = None
     wanted = set(range(span["first"], span["last"] + 1))
     frontend.wait(lambda: wanted <= set(frontend.seqs()), LONG, "the whole backlog")
+
+
+# The last commit of the edition before this one, whose schema had version 1.
+PREVIOUS = "b0565a7"
+ITS_BUILD = """
+git -c safe.directory="$PWD" archive "$0" | tar -x -C "$1"
+git init -q "$1"
+exec "$1/packaging/build" --worktree "$2"
+"""
+
+
+def previous(directory: Path) -> Path:
+    """The package of the edition before this one, by its own packaging/build."""
+    git = ("git", "-C", REPOSITORY, "-c", f"safe.directory={REPOSITORY}")
+    known = subprocess.run([*git, "cat-file", "-e", PREVIOUS], capture_output=True, check=False)
+    assert known.returncode == 0, f"no commit {PREVIOUS} in {REPOSITORY}: git fetch --unshallow"
+    source = directory / "previous"
+    source.mkdir()
+    words = ("bash", "-euo", "pipefail", "-c", f"cd {REPOSITORY}; {ITS_BUILD}")
+    with alone():
+        command(*words, PREVIOUS, source, directory)
+    return directory / "serversync.deb"
+
+
+def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
+    bare: Box, frontend: Frontend, deb: Path, tmp_path: Path
+) -> None:
+    bare.furnish()
+    bare.install(previous(tmp_path))
+    bare.set_up("http://127.0.0.1:9")
+    uploaded, waiting = (bare.voicebot("call")[0] for _ in range(2))
+    dead = bare.enqueue()
+    frontend.poison[waiting["call_log_id"]] = Reply(500, {}, {"error": "a bug"})
+    entity = bare.sql(f"select entity_id from sync_outbox where id = {dead}")
+    frontend.rejected[entity] = "INVALID"
+    bare.begin(frontend.url, SYNC_DELETE_AFTER_SEC="3600", SYNC_ENTRY_MAX_BYTES="64 MiB")
+    row = f"from serversync.failures where outbox_id = {waiting['seqs'][0]}"
+    left = f"""
+        select (select max(number) from serversync.schema_version), (select count(*) {row}),
+            (select max(outbox_id) from serversync.uploads),
+            (select max(outbox_id) from serversync.dead_letters)
+    """
+    until(lambda: bare.sql(left) == f"1|1|{uploaded['seqs'][2]}|{dead}", LONG, "its work")
+    since, tries = bare.sql(f"select first_failed_at, tries {row}").split("|")
+
+    bare.configure(SYNC_DELETE_AFTER_SEC="0")
+    bare.install(newer(deb, tmp_path, 3))
+
+    assert bare.running and len(bare.events("started")) == 2
+    assert "more than is possible: 32 MiB is used" in bare.messages()
+    assert bare.sql("select max(number) from serversync.schema_version") == "2"
+    query = f"select created_at from serversync.waiting where tries > {tries} and"
+    query += f" outbox_id = {waiting['seqs'][0]}"
+    assert until(lambda: bare.sql(query), LONG, "a retry") == since
+    until(lambda: not bare.exists(uploaded["directory"]), LONG, "the directory to go")
+    frontend.poison.clear()
+    frontend.rejected.clear()
+    bare.run("systemctl", "reload", "serversync")
+    arrives(bare, frontend, waiting)
+    bare.sh(f"serversync dlq retry {bare.sql('select id from serversync.dead_letters')}")
+    frontend.wait(lambda: dead in frontend.seqs(), LONG, "the dead letter")
+    until(lambda: bare.pending() == 0, LONG, "the outbox to be empty")
+    assert frontend.files[uploaded["call_log_id"]].count == 1
 
 
 def test_a_changed_conffile_stops_an_upgrade_that_nobody_watches_unless_dpkg_was_told(
