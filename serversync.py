@@ -1905,8 +1905,8 @@ LAST: Final = """
 select coalesce((select id from sync_outbox where processed_at is null
                  order by id desc limit 1), 0)
 """
-# One plan for all batches of a pass, made of the tables as they are at its beginning: to plan each
-# anew costs as much as to carry it out.
+# One plan for many batches, made of the tables as they are then: to plan each anew costs as much as
+# to carry it out. A pass begins with new ones: a plan of an empty table is of no use to a full one.
 NEW_PLANS: Final = "set plan_cache_mode = force_generic_plan; discard plans"
 # The next pending entry without a row; never touches a payload, which may be corrupt.
 NEXT_ID: Final = """
@@ -4247,6 +4247,7 @@ def is_of_the_data(error: psycopg.Error) -> bool:
     return state[:2] in ("22", "54") or state in ("53200", "57014", *CORRUPT)
 
 
+PLANS_LAST: Final = 100  # batches
 CAREFUL: Final = 100  # entries that go one by one, until batches are tried again
 
 
@@ -4312,10 +4313,12 @@ class Entries(Delivery):
     def _pass(self) -> Steps[None]:
         """From the lowest id on: lower ids may appear late. What comes during it waits for the
         next one."""
-        self.store.run(NEW_PLANS)
         until = self.store.last()
-        after, done = 0, False
+        after, done, number = 0, False, 0
         while not self._stopped():
+            if number % PLANS_LAST == 0:
+                self.store.run(NEW_PLANS)
+            number += 1
             batch = self._fetch(after, until)
             if batch is None:
                 yield AT_ONCE
