@@ -383,6 +383,16 @@ def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scen
     assert not dead(db)
 
 
+def test_once_gets_past_an_entry_that_ends_the_database_session(scene: Scene) -> None:
+    assert scene.agent.once().returncode == 0  # makes the schema
+    bad = scene.backend.enqueue()
+    calls = [scene.call()]
+    scene.db.execute(DEADLY.format(seq=bad))
+    assert scene.agent.once(timeout=120).returncode == 75
+    scene.arrive(calls, 1)
+    assert waiting(scene.db)[bad]["code"] == "SESSION_LOST"
+
+
 @pytest.mark.slow
 def test_json_that_postgresql_cannot_write_out_is_dead_and_its_calls_recording_goes(
     scene: Scene,
