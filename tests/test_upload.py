@@ -73,8 +73,9 @@ def wait_until_aside(db: Database, running: Agent, call: Call, code: str, tries:
         now = failures(db)[seq]
         return now[0] == code and now[1] >= tries and now[2] == 0
 
-    wait_until(
+    wait_until(  # a retry of a slow upload is followed by nine times its time
         aside,
+        timeout=90,
         what=f"{code} for entry {seq}, {tries} times",
         state=lambda: f"{failures(db)}, dead: {dead(db)}\n{running.log()}",
     )
