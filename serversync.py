@@ -1656,7 +1656,7 @@ create table serversync.waiting (
 );
 create index on serversync.waiting (entity_id, outbox_id);
 create index on serversync.waiting (call_id) where is_file;
-create index on serversync.waiting (next_attempt_at, outbox_id);
+create index on serversync.waiting (next_attempt_at, updated_at);
 
 insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
     http_status, tries, attempts, type_sent, next_attempt_at, waited, created_at, updated_at)
@@ -2028,7 +2028,7 @@ where w.is_file = %(files)s::boolean and w.next_attempt_at < 'infinity'
        select false from serversync.waiting e
        where e.entity_id = w.call_id and e.outbox_id < w.outbox_id and not e.is_file
        limit 1), true))
-order by w.next_attempt_at, w.outbox_id limit 1
+order by w.next_attempt_at, w.updated_at limit 1
 """
 # The newest entry that nothing unsent precedes, of the newest hundred: what fails stands together,
 # and is old. One pass over what is pending.

@@ -260,7 +260,7 @@ def test_one_type_that_fails_for_six_hours_kills_nothing_and_holds_no_other_type
         if number % 4 == 0:
             failing.append(backend.enqueue("call_log"))
         wait_until(partial(arrived, other), 5, "the other type", running.log)
-        wait_until(partial(tried, 9 * number // 12), 60, "a try of each", running.log)
+        wait_until(partial(tried, 9 * number // 12), 40, "a try of each", running.log)
         let_hours_pass(db, 0.5)
     wait_until(lambda: db.pending() == failing)
     assert all(row["attempts"] == 0 for row in waiting(db).values())
