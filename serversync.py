@@ -4025,6 +4025,8 @@ class Health:
         """It is the frontend, not an entry: of everything."""
         for endpoint in self.endpoints:
             endpoint.begin_outage(verdict, now, jitter, by_entries=False)
+            if endpoint.outage:  # what else fails meanwhile ends no pause that was asked for
+                endpoint.outage.due = max(endpoint.outage.due, self.quiet_until)
         if verdict.code == "RATE_LIMITED" and self.entries.outage:
             self.quiet_until = self.entries.outage.due
 

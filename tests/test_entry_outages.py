@@ -205,7 +205,7 @@ def test_one_poisonous_entry_among_a_thousand_delays_no_other_and_dies_in_the_en
         good.extend(backend.enqueue() for _ in range(3))
         frontend.wait(lambda: frontend.seqs() == good)
         let_hours_pass(db, hours)
-        wait_until(lambda: charged() > before, what="one more attempt", state=running.log)
+        wait_until(lambda: charged() > before, 60, "one more attempt", running.log)
 
     while not dead_letters(db):
         one_more_attempt()
