@@ -4000,6 +4000,7 @@ class Health:
         self.alive_at = float("-inf")  # when the empty request was answered
         self.useless = False  # an entry got through after it was refused
         self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
+        self.untried = True  # somebody said: try now
         self.ended: list[bool] = []  # outages whose rows are to be made due: of files?
         self.told: dict[str, Outage] = {}  # ended by a reload: said when something gets through
 
@@ -5047,7 +5048,6 @@ class Agent:
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
         self.voice = Voice(state, self.health, once)
-        self.untried = True  # somebody said: try now
         self.entries, self.files = Entries(self), Files(self)
         self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
         jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
@@ -5242,7 +5242,7 @@ class Agent:
         self.health.forget()
         for endpoint in self.health.endpoints:
             self.voice.repeats.over(endpoint.name)
-        self.untried = not self.session.locked  # then as soon as it is
+        self.health.untried = not self.session.locked  # then as soon as it is
         if self.session.locked:
             self.ledger.record([], partial(self.session.run, MAKE_DUE))
 
@@ -5259,7 +5259,7 @@ class Agent:
                     self.pause(seconds)
                 if not self.session.locked:
                     self.hold()
-                if self.untried:
+                if self.health.untried:
                     self.try_now()
                 self.turn(ready)
                 if self.idle():
