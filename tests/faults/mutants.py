@@ -156,8 +156,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pass has no end",
-        "        until = self.store.last()\n        after, done = 0, False\n",
-        "        until = 1 << 60\n        after, done = 0, False\n",
+        "        until = self.store.last()\n        after, done, number = 0, False, 0\n",
+        "        until = 1 << 60\n        after, done, number = 0, False, 0\n",
         story="a call that becomes visible behind the pass",
         tests=("tests/test_order.py",),
     ),
