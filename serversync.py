@@ -2711,10 +2711,6 @@ class Store:
         rows = self.run(NEWEST_FREE, **self._left_out())
         return int(rows[0][0]) if rows else 0
 
-    def includes(self, seqs: Sequence[int]) -> bool:
-        """Whether a request under way would be written over by what travels."""
-        return bool(self.run(INCLUDES, seqs=list(seqs), **self._left_out())[0][0])
-
     def next_file(self, reached: int) -> int:
         rows = self.run(NEXT_FILE, reached=reached, skip=self.skip)
         return int(rows[0][0]) if rows else 0
@@ -4202,6 +4198,34 @@ class Delivery(Job):
             return None
         return classify(answer, time.time())
 
+    def conclude(
+        self, seqs: Sequence[int], verdict: Verdict, charge: bool = True, **more: Any
+    ) -> Steps[None]:
+        """The frontend did not take these: is it to blame, or one of them? A probe in an outage
+        that it answers otherwise well leaves the outage to the entries."""
+        probing, down = self.endpoint.outage is not None, None
+        if verdict.fate is Fate.OUTAGE:
+            down = verdict
+        else:
+            yield AT_ONCE
+            down = yield from self.is_it_the_frontend()
+        if down is not None:
+            self.frontend_is_down(down)
+        if len(seqs) > 1:
+            if down is None:
+                self.endpoint.failed_together(len(seqs), verdict)
+        elif verdict.fate is not Fate.OUTAGE:
+            self.failed(seqs[0], verdict, probing=probing or down is not None,
+                        charge=charge and down is None, counts=down is None or not probing,
+                        **more)  # fmt: skip
+        if probing and down is None and self.endpoint.outage is not None:
+            self.begin_outage(verdict)
+
+    def pause(self) -> Steps[None]:
+        """As long as the frontend asked for one."""
+        while (until := self.agent.health.quiet_until) > time.monotonic():
+            yield Wait(until)
+
     def failed(self, seq: int, verdict: Verdict, *, probing: bool = False, charge: bool = True,
                counts: bool = True, recording_id: str | None = None,
                readable: bool = True) -> None:  # fmt: skip
@@ -4261,11 +4285,8 @@ class Entries(Delivery):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent, agent.health.entries)
         self.careful = 0  # so many more
-        self.blind = False  # an upload fills the line: nothing is concluded
-        self.freed = False  # what others waited for is through, or dead
-        self.reading = 0  # the entry that is fetched alone
-        self.sending: list[int] = []
-        self.lost: dict[int, int] = {}  # how often the session was, while that was read
+        self.blind = False  # an upload fills the line: nothing is concluded until it is over
+        self.lost = (0, 0)  # the entry that ended the session which read it, and how often
 
     def wake(self) -> None:
         outage = self.endpoint.outage
@@ -4280,8 +4301,6 @@ class Entries(Delivery):
         """After the second loss in a row the entries are read one by one."""
         if times >= 2:
             self.careful = CAREFUL
-        if self.reading:
-            remember(self.lost, self.reading, self.lost.get(self.reading, 0) + 1)
 
     def turns(self) -> Steps[None]:
         agent = self.agent
@@ -4296,8 +4315,7 @@ class Entries(Delivery):
             else:
                 self.endpoint.outage = None
                 agent.passed(self.store.last() if look.files else 0)
-            yield AT_ONCE if self.freed else Wait(self._next_turn(look))
-            self.freed = False
+            yield Wait(self._next_turn(look))
 
     def _next_turn(self, look: Look) -> float:
         now = time.monotonic()
@@ -4317,7 +4335,7 @@ class Entries(Delivery):
         """From the lowest id on: lower ids may appear late. What comes during it waits for the
         next one."""
         until = self.store.last()
-        after, done, number = 0, False, 0
+        after, number = 0, 0
         while not self._stopped():
             if number % PLANS_LAST == 0:
                 self.store.run(NEW_PLANS)
@@ -4327,18 +4345,15 @@ class Entries(Delivery):
                 yield AT_ONCE
                 continue
             if not batch.seqs:
-                done = True
-                break
+                self.careful = 0
+                self.agent.passed(until)
+                while (yield from self._retry()) and self.agent.once:
+                    yield AT_ONCE
+                return
             verdict = yield from self._deliver(batch)
             if verdict.fate is Fate.SENT or len(batch.seqs) == 1:
                 after = batch.seqs[-1]
             yield AT_ONCE
-            yield from self._retry()
-        if done:
-            self.careful = 0
-            self.agent.passed(until)
-            while self.agent.once and (yield from self._retry()):
-                yield AT_ONCE
             yield from self._retry()
 
     def _stopped(self) -> bool:
@@ -4346,39 +4361,20 @@ class Entries(Delivery):
 
     def _fetch(self, after: int, until: int) -> Batch | None:
         """The next batch. None: an entry that cannot be read was found, or is looked for."""
-        config, size = self.agent.config, self.endpoint.size
-        self.reading = 0
-        if self.careful:
-            self.reading = self.store.next_id(after, until)
-            if not self.reading:
-                return Batch([], 0, b"")
-            if self._ends_sessions(self.reading):
+        if not self.careful:
+            try:
+                return self._sendable(self._fetch_in_order(after, until, self.endpoint.size))
+            except psycopg.Error as error:
+                if not is_of_the_data(error):
+                    raise
+                self.careful = CAREFUL
                 return None
-            after, until, size = self.reading - 1, self.reading, 1
-        try:
-            batch = self._fetch_in_order(after, until, size)
-        except psycopg.Error as error:
-            if not is_of_the_data(error):
-                raise
-            if self.careful:
-                self._unreadable(self.reading, self.why_unreadable(self.reading, error))
-            elif self.endpoint.size > 1:
-                self.endpoint.size //= 2
-            if self.endpoint.size == 1:
-                self.careful = self.careful or CAREFUL
-            return None
-        self.lost.pop(self.reading, None)
-        if self.careful:
-            self.careful -= 1
-            if not batch.seqs and self.store.next_id(after, until) != self.reading:
-                return None  # it depends on another, and has its row now
-        self.reading = 0
-        if batch.seqs and not batch.body:
-            limit = human(config.entry_max_bytes)
-            reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES ({limit})"
-            self.failed(batch.seqs[0], Verdict(Fate.DEAD, "TOO_LARGE", reason))
-            return None
-        return batch
+        self.careful -= 1
+        seq = self.store.next_id(after, until)
+        if not seq:
+            return Batch([], 0, b"")
+        batch = self._read(seq, partial(self._fetch_in_order, seq - 1, seq, 1))
+        return batch if batch and batch.seqs else None  # it depends on another: it has its row now
 
     def _fetch_in_order(self, after: int, until: int, size: int) -> Batch:
         """What was passed over gets its row first: of the same entity, later ones must wait."""
@@ -4389,27 +4385,43 @@ class Entries(Delivery):
             if not self.store.rows or not self.store.hold_back(after, last):
                 return batch
 
-    def _ends_sessions(self, seq: int) -> bool:
-        """Three in a row were lost while it was read alone: it waits. Later one more is enough."""
-        if self.lost.get(seq, 0) < 3:
-            return False
-        reason = "the database session was lost three times while this entry was read"
-        self._unreadable(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason))
-        remember(self.lost, seq, 2)
-        self.agent.session.losses = 0  # the cause is known
-        return True
+    def _read(self, seq: int, fetch: Callable[[], Batch]) -> Batch | None:
+        """One entry; None: it cannot be read, or sent, and that was noted. Three sessions in a row
+        that were lost while it was read are enough."""
+        if self.lost == (seq, 3):
+            reason = "the database session was lost three times while this entry was read"
+            self.failed(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason), readable=False)
+            self.lost, self.careful = (0, 0), 0
+            self.agent.session.losses = 0  # the cause is known
+            return None
+        try:
+            return self._sendable(fetch())
+        except Lost:
+            before, times = self.lost
+            self.lost = (seq, times + 1 if before == seq else 1)
+            raise
+        except psycopg.Error as error:
+            if not is_of_the_data(error):
+                raise
+            verdict = self.why_unreadable(seq, error)
+            self.failed(seq, verdict, readable=verdict.fate is Fate.DEAD)
+            self.careful = 0
+            return None
 
-    def _unreadable(self, seq: int, verdict: Verdict) -> None:
-        self.careful, self.reading = 0, 0
-        self.failed(seq, verdict, readable=verdict.fate is Fate.DEAD)
+    def _sendable(self, batch: Batch) -> Batch | None:
+        if batch.body or not batch.seqs:
+            return batch
+        limit = human(self.agent.config.entry_max_bytes)
+        reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES ({limit})"
+        self.failed(batch.seqs[0], Verdict(Fate.DEAD, "TOO_LARGE", reason))
+        return None
 
     # --- requests -------------------------------------------------------------------------------
 
     def _deliver(self, batch: Batch) -> Steps[Verdict]:
         """One request, and what follows from it."""
-        short = self._limit() < float("inf")
-        down: Verdict | None
-        verdict = yield from self._send(batch, self._limit())
+        most = self._limit()
+        verdict = yield from self._send(batch, most)
         if verdict.fate is Fate.SENT:
             return verdict
         if self._beside_upload(verdict):  # does it fill the line, or is it the entry?
@@ -4418,21 +4430,10 @@ class Entries(Delivery):
             if down is not None and self._beside_upload(down):
                 self.blind = True
                 return verdict
-        alone, late = len(batch.seqs) == 1, verdict.code == "NETWORK_TIMEOUT"
-        down = verdict
-        if verdict.fate is not Fate.OUTAGE:
-            yield AT_ONCE
-            down = yield from self.is_it_the_frontend()
-        if down is not None:
-            self.frontend_is_down(down)
-            if alone and verdict.fate is not Fate.OUTAGE:
-                self.failed(batch.seqs[0], verdict, probing=True, charge=False)
-            return verdict
-        self.endpoint.hasty = self.endpoint.hasty or late
-        if alone:
-            self.failed(batch.seqs[0], verdict, charge=not (short and late))
-        else:
-            self.endpoint.failed_together(len(batch.seqs), verdict)
+        late = verdict.code == "NETWORK_TIMEOUT"
+        yield from self.conclude(batch.seqs, verdict, charge=not late or most == float("inf"))
+        if self.endpoint.outage is None:
+            self.endpoint.hasty = self.endpoint.hasty or late
         return verdict
 
     def _limit(self) -> float:
@@ -4450,13 +4451,13 @@ class Entries(Delivery):
         agent.session.check()  # others may send these now
         generation = agent.session.generation
         done, since = voice.tally.entries, time.monotonic() - voice.tally.started
-        voice.inflight, self.sending = len(batch.seqs), batch.seqs
+        voice.inflight = len(batch.seqs)
         if self.endpoint.outage is None:
             voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
         try:
             answer = yield from agent.frontend.post(batch.body, batch.key, most)
         finally:
-            voice.inflight, self.sending = 0, []
+            voice.inflight = 0
         verdict, rejected = confirm_entries(answer, batch.key, batch.seqs, time.time())
         if len(rejected) == len(batch.seqs) == 1:  # as any other rejection
             reason = rejected[batch.seqs[0]]
@@ -4496,25 +4497,13 @@ class Entries(Delivery):
     # --- one alone ------------------------------------------------------------------------------
 
     def _alone(self, seq: int) -> Batch | None:
-        """One entry by its seq; None: it is gone, or cannot be read."""
-        if self._ends_sessions(seq):
-            return None
-        self.reading = seq
-        try:
-            batch = self.store.fetch_alone(seq, self.agent.config.entry_max_bytes)
-        except psycopg.Error as error:
-            if not is_of_the_data(error):
-                raise
-            self._unreadable(seq, self.why_unreadable(seq, error))
-            return None
-        self.lost.pop(seq, None)
-        self.reading = 0
-        if batch.seqs and not batch.body:
-            reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES"
-            self.failed(seq, Verdict(Fate.DEAD, "TOO_LARGE", reason))
-        if not batch.seqs:
+        """One entry by its seq; None: it is gone, or cannot be read or sent."""
+        most = self.agent.config.entry_max_bytes
+        batch = self._read(seq, partial(self.store.fetch_alone, seq, most))
+        if batch and not batch.seqs:
             self.store.sweep()  # somebody took it away: its row must not come up again
-        return batch if batch.body else None
+            return None
+        return batch
 
     def _retry(self) -> Steps[bool]:
         """The retry that is due first, alone; whether there was one. A frontend that hangs on it
@@ -4534,7 +4523,8 @@ class Entries(Delivery):
             verdict = yield from self._deliver(batch)
             sent = verdict.fate is Fate.SENT
         self.endpoint.retried(time.monotonic(), time.monotonic() - now, sent)
-        self.freed = self.freed or sent or self.voice.deaths > deaths
+        if sent or self.voice.deaths > deaths:
+            self.wake()  # what waited for it is free
         return True
 
     def _probe(self) -> Steps[None]:
@@ -4556,19 +4546,12 @@ class Entries(Delivery):
             endpoint.outage = outage if seq or self.agent.once else None
             return
         verdict = yield from self._send(batch, float("inf"))
-        if verdict.fate is Fate.SENT:
-            self.freed = True
-            if not outage.by_entries and not self.agent.health.useless:
-                yield from self._doubt_the_question()
+        if verdict.fate is not Fate.SENT:
+            yield from self.conclude(batch.seqs, verdict)
             return
-        yield AT_ONCE
-        down = verdict if verdict.fate is Fate.OUTAGE else (yield from self.is_it_the_frontend())
-        if verdict.fate is not Fate.OUTAGE:
-            self.failed(seq, verdict, probing=True, charge=down is None, counts=down is None)
-        if down is not None:
-            self.frontend_is_down(down)
-        else:
-            self.begin_outage(verdict)
+        self.wake()
+        if not outage.by_entries and not self.agent.health.useless:
+            yield from self._doubt_the_question()
 
     def _doubt_the_question(self) -> Steps[None]:
         """An entry got through where the empty request was refused: is it refused all the same?"""
@@ -4647,9 +4630,9 @@ class Files(Delivery):
         return 0, due if out else max(due, self.endpoint.retry_at), False
 
     def _deliver(self, seq: int) -> Steps[bool]:
-        """One recording; whether it is through."""
-        readable = True
+        """One recording; False: it failed."""
         entry: FileEntry | None = None
+        readable, ours = True, True  # the reason lies here
         try:
             entry = self.store.read_file(seq)
             if entry is None:
@@ -4663,6 +4646,7 @@ class Files(Delivery):
                 self.agent.entries.wake()
                 return True
             verdict = yield from self._upload(entry)
+            ours = False
         except Gone as trouble:
             uploaded = entry is not None and entry.upload_status == "uploaded"
             verdict = self._already_there(seq) if uploaded else trouble.verdict
@@ -4683,32 +4667,14 @@ class Files(Delivery):
             self.agent.arrived(seq)
         if verdict.fate is Fate.SENT:
             return True
-        yield from self._conclude(seq, entry, verdict, readable)
-        return verdict.code == "NOT_READY"
-
-    def _conclude(
-        self, seq: int, entry: FileEntry | None, verdict: Verdict, readable: bool
-    ) -> Steps[None]:
-        """Whose fault is it? As of an entry."""
-        probing = self.endpoint.outage is not None
+        recording_id = entry.recording_id if entry else None
         if verdict.code == "ROOT_MISSING":
             self.begin_outage(verdict)
-            return
-        down: Verdict | None = None
-        if verdict.fate is Fate.OUTAGE:
-            down = verdict
-        elif verdict.fate in (Fate.SUSPECT, Fate.REJECTED):
-            yield AT_ONCE
-            down = yield from self.is_it_the_frontend()
-        if down is not None:
-            self.frontend_is_down(down)
-        if verdict.fate is not Fate.OUTAGE:
-            self.failed(seq, verdict, probing=probing or down is not None, charge=down is None,
-                        counts=down is None or not probing, readable=readable,
-                        recording_id=entry.recording_id if entry else None)  # fmt: skip
-        blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED)
-        if blamed and probing and down is None and self.endpoint.outage is not None:
-            self.begin_outage(verdict)
+        elif ours:
+            self.failed(seq, verdict, recording_id=recording_id, readable=readable)
+        else:
+            yield from self.conclude([seq], verdict, recording_id=recording_id)
+        return verdict.code == "NOT_READY"
 
     def _wait_for(self, entry: FileEntry) -> None:
         """Its recording's entry, its call's own, or an earlier recording of the call waits."""
@@ -4749,10 +4715,9 @@ class Files(Delivery):
             agent.session.check()
             self.travelling = True
             self.store.travels[entry.seq] = (entry.recording_id, str(entry.call_log_id))
-            while agent.entries.sending and self.store.includes(agent.entries.sending):
+            while agent.entries.under_way:  # it may hold what this would be written over by
                 yield Wait(time.monotonic() + 0.2)
-            while (until := agent.health.quiet_until) > time.monotonic():
-                yield Wait(until)  # a pause was asked for meanwhile
+            yield from self.pause()
             verdict, url, answer = yield from self._transfer(entry, ready)
             if verdict.fate is not Fate.SENT:
                 return verdict
@@ -4797,8 +4762,7 @@ class Files(Delivery):
         that has a length for what was never uploaded tells nothing."""
         call, recording = str(entry.call_log_id), entry.recording_id
         look = Answer()
-        while (until := self.agent.health.quiet_until) > time.monotonic():
-            yield Wait(until)  # a pause was asked for meanwhile
+        yield from self.pause()
         for _ in range(3):  # an answer that tells nothing is asked for again
             look = yield from frontend.stored_length(call, recording)
             if look.status in (200, 404) and (look.status == 404 or (look.length or "").isdigit()):
