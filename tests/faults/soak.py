@@ -906,10 +906,13 @@ class Soak:
             why[reason] += 1
             if reason == "without a reason":
                 before, now = repeat.before, repeat.now
+                sender = self.crew.all[before.device]
                 self.problems.append(
                     f"a {repeat.what} was sent again by {now.device} at {now.request.started:.2f}; "
                     f"{before.device} had its answer at {before.request.finished:.2f} "
-                    f"({before.request.status}, {before.fault or 'no fault'})"
+                    f"({before.request.status}, {before.fault or 'no fault'}), was asked to stop "
+                    f"at {sender.terminated_at}, killed at {sender.killed_at}, and said at last:\n"
+                    f"{sender.agent.log()[-600:]}"
                 )
         return why
 
