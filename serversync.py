@@ -79,7 +79,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
 from enum import Enum
@@ -111,6 +111,7 @@ __version__ = "0.2.0"
 
 ENV_FILE: Final = "/etc/serversync.env"
 EX_OK, EX_PERSON, EX_USAGE, EX_UNAVAILABLE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 2, 69, 75, 78
+Number = TypeVar("Number", int, float)
 
 
 class ConfigError(Exception):
@@ -121,53 +122,53 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
-def _text(value: str) -> str:
-    return value
+def _bounded(
+    read: Callable[[str], Number], pattern: str, low: Number, high: Number, what: str
+) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        value = read(text) if re.fullmatch(pattern, text) else None
+        if value is None or not low <= value <= high:
+            raise ValueError(f"must be {what}")
+        return value
+
+    return parse
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
-    def parse(value: str) -> float:
-        plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", value)
-        if not plain or not low <= float(value) <= high:
-            raise ValueError(f"must be a number from {low:.12g} to {high:.12g}")
-        return float(value)
-
-    return parse
+    what = f"a number from {low:.12g} to {high:.12g}"
+    return _bounded(float, r"[0-9]{1,12}(\.[0-9]{1,9})?", low, high, what)
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,12}", value) or not low <= int(value) <= high:
-            raise ValueError(f"must be a whole number from {low} to {high}")
-        return int(value)
-
-    return parse
+    return _bounded(int, "[0-9]{1,12}", low, high, f"a whole number from {low} to {high}")
 
 
-def _size(low: int, high: int, cut: int = 0) -> Callable[[str], int]:
+def _size(high: int, cut: int = 0) -> Callable[[str], int]:
     """A size; one up to `cut`, which an earlier edition took, becomes the largest there is."""
+    units = {"": 1, "KiB": 1024, "MiB": 1024 * 1024}
 
-    def parse(value: str) -> int:
-        match = re.fullmatch(r"([0-9]{1,12}) ?(KiB|MiB)?", value)
-        units = {None: 1, "KiB": 1024, "MiB": 1024 * 1024}
-        size = int(match[1]) * units[match[2]] if match else -1
-        if high < size <= cut:
-            log.warning("a size of %s is more than is possible: %s MiB is used", value, high >> 20)
-            return high
-        if not low <= size <= high:
-            raise ValueError(f"must be a size from {low // 1024} KiB to {high // 1048576} MiB")
-        return size
+    def read(text: str) -> int:
+        size = int(text.rstrip("KMiB ")) * units[text.lstrip("0123456789 ")]
+        if not high < size <= cut:
+            return size
+        log.warning("a size of %s is more than is possible: %s MiB is used", text, high >> 20)
+        return high
+
+    what = f"a size from 1 KiB to {high >> 20} MiB"
+    return _bounded(read, "[0-9]{1,12} ?(KiB|MiB)?", 1024, high, what)
+
+
+def _like(pattern: str, what: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {what}")
+        return text
 
     return parse
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"must be one of: {', '.join(allowed)}")
-        return value
-
-    return parse
+    return _like("|".join(allowed), f"one of: {', '.join(allowed)}")
 
 
 def _database(value: str) -> str:
@@ -181,33 +182,11 @@ def _database(value: str) -> str:
 def _frontend(value: str) -> str:
     if "@" in value:
         raise ValueError("must not hold a user or a password: use SYNC_TOKEN_FILE")
-    try:
-        url = parse_url(value)
-    except urllib3.exceptions.HTTPError:
-        url = parse_url("")
-    plain = re.fullmatch(r"[!-~]+", value) and not re.search(r"[?#\\<>\"^`{|}]", value)
-    if not plain or url.scheme not in ("http", "https") or not url.host:
-        raise ValueError("must be an http(s) URL such as https://voice.example.com")
-    return value.rstrip("/")
-
-
-def _verify_path(value: str) -> str:
-    plain = value.replace("{callLogId}", "").replace("{recordingId}", "")
-    if not re.fullmatch(r"/[\w./~-]*", plain, re.ASCII):
-        raise ValueError("must be a path such as /api/recordings/{callLogId}")
-    return value
-
-
-def _device(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", value):
-        raise ValueError("must be 1 to 64 letters, digits, dots, colons, dashes, underscores")
-    return value
-
-
-def _absolute(value: str) -> str:
-    if not value.startswith("/"):
-        raise ValueError("must be an absolute path")
-    return value
+    visible = re.fullmatch(r"(?ai)https?://[\w!$%&'()*+,./:;=~\[\]-]+", value)
+    with contextlib.suppress(urllib3.exceptions.HTTPError):
+        if visible and parse_url(value).host:
+            return value.rstrip("/")
+    raise ValueError("must be an http(s) URL such as https://voice.example.com")
 
 
 def _option(name: str, default: str | None, parse: Callable[[str], Any], text: str) -> Any:
@@ -215,6 +194,13 @@ def _option(name: str, default: str | None, parse: Callable[[str], Any], text: s
     return field(metadata={"name": name, "default": default, "parse": parse, "text": text})
 
 
+_absolute = _like(r"/[\s\S]*", "an absolute path")
+_device = _like(
+    "[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, dots, colons, dashes, underscores"
+)
+_verify_path = _like(
+    r"(?a)/([\w./~-]|\{callLogId\}|\{recordingId\})*", "a path such as /api/recordings/{callLogId}"
+)
 RECORDINGS_DIR: Final = "/opt/virtual-voicebot/storage/recordings"
 ANNOUNCEMENTS_DIR: Final = "/opt/virtual-voicebot/data/announcements"
 
@@ -230,32 +216,24 @@ class Config:
         "FRONTEND_BASE_URL", None, _frontend, "http(s) URL of the frontend, without /api/…"
     )
     poll_interval: float = _option(
-        "SYNC_POLL_INTERVAL_SEC",
-        "300",
-        _number(0.1, 86400),
-        "longest wait between two looks; above 60 means 60",
+        "SYNC_POLL_INTERVAL_SEC", "300", _number(0.1, 86400), "longest wait between looks, up to 60"
     )
     batch_size: int = _option("SYNC_BATCH_SIZE", "100", _whole(1, 10000), "entries a request")
-    batch_bytes: int = _option(
-        "SYNC_BATCH_BYTES", "512 KiB", _size(1024, 4 << 20), "bytes a request"
-    )
+    batch_bytes: int = _option("SYNC_BATCH_BYTES", "512 KiB", _size(4 << 20), "bytes a request")
     entry_max_bytes: int = _option(
         "SYNC_ENTRY_MAX_BYTES",
         "8 MiB",
-        _size(1024, 32 << 20, 256 << 20),
+        _size(32 << 20, 256 << 20),
         "a larger entry is dead at once",
     )
     timeout: float = _option(
         "SYNC_TIMEOUT_SEC", "30", _number(0.5, 600), "to connect, without progress, for an answer"
     )
     retry_max: int = _option(
-        "SYNC_RETRY_MAX",
-        "8",
-        _whole(1, 1000),
-        "charged attempts until a dead letter (and SYNC_RETRY_HOURS)",
+        "SYNC_RETRY_MAX", "8", _whole(1, 1000), "a dead letter needs so many charged attempts"
     )
     retry_hours: float = _option(
-        "SYNC_RETRY_HOURS", "24", _number(0, 8760), "hours until a dead letter (and SYNC_RETRY_MAX)"
+        "SYNC_RETRY_HOURS", "24", _number(0, 8760), "a dead letter needs so many hours, too"
     )
     recordings_dir: str = _option(
         "SYNC_RECORDINGS_DIR", RECORDINGS_DIR, _absolute, "where the backend writes its recordings"
@@ -264,16 +242,10 @@ class Config:
         "SYNC_FILE_GRACE_SEC", "300", _number(0, 86400), "how long a missing file is waited for"
     )
     delete_after: float = _option(
-        "SYNC_DELETE_AFTER_SEC",
-        "60",
-        _number(0, 86400),
-        "how long a call's directory must be quiet",
+        "SYNC_DELETE_AFTER_SEC", "60", _number(0, 86400), "how long a call's files must be quiet"
     )
     extra_files: str = _option(
-        "SYNC_EXTRA_FILES",
-        "keep",
-        _choice("keep", "delete"),
-        "what to do with files of a call that were never uploaded",
+        "SYNC_EXTRA_FILES", "keep", _choice("keep", "delete"), "files that were never uploaded"
     )
     upload_kbps: float = _option(
         "SYNC_UPLOAD_KBPS", "0", _number(0, 10_000_000), "limit of uploads, 1000 bit/s; 0: none"
@@ -288,7 +260,7 @@ class Config:
         "SYNC_RETENTION_DAYS", "30", _number(0, 36500), "processed rows are kept; 0: for ever"
     )
     token_file: str = _option("SYNC_TOKEN_FILE", "", _absolute, "file with the bearer token")
-    token: str = _option("SYNC_TOKEN", "", _text, "the bearer token itself (better: the file)")
+    token: str = _option("SYNC_TOKEN", "", str, "the bearer token itself (better: the file)")
     admin_token_file: str = _option(
         "SYNC_ADMIN_TOKEN_FILE", "", _absolute, "token of the admin interface beyond loopback"
     )
@@ -305,82 +277,53 @@ class Config:
         "FRONTEND_SYNC_INTERVAL_SEC", "60", _number(0, 86400), "between settings pulls; 0: none"
     )
     local_numbers: str = _option(
-        "SYNC_LOCAL_NUMBERS",
-        "keep",
-        _choice("keep", "replace"),
-        "registered numbers that never had a group: they stay, or go",
+        "SYNC_LOCAL_NUMBERS", "keep", _choice("keep", "replace"), "numbers that never had a group"
     )
     announcements_dir: str = _option(
-        "SYNC_ANNOUNCEMENTS_DIR",
-        ANNOUNCEMENTS_DIR,
-        _absolute,
-        "where the announcements' audio goes",
+        "SYNC_ANNOUNCEMENTS_DIR", ANNOUNCEMENTS_DIR, _absolute, "where announcements' audio goes"
     )
 
 
 OPTIONS: Final[tuple[Field[Any], ...]] = fields(Config)
 NAMES: Final = tuple(option.metadata["name"] for option in OPTIONS)
-assert all(option.default is MISSING for option in OPTIONS)
 
-
-_UNQUOTED: Final = re.compile(r"(?:\\[\s\S]?|[^\\\n\r])*")
-_QUOTED: Final = {
-    "'": re.compile(r"'([^']*)'"),
-    '"': re.compile(r'"((?:[^"\\]|\\[\s\S])*)"'),
-}
+# As systemd reads an EnvironmentFile: pieces in quotes may be glued together, and a backslash keeps
+# what follows it, or joins two lines.
+_ENV_LINE: Final = re.compile(
+    r"""[#;][^\r\n]*
+      | (?P<key>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*
+        (?P<quoted>(?:(?:'[^']*'|"(?:[^"\\]|\\[\s\S])*")[ \t]*)*)
+        (?:(?P<endless>['"])|(?P<bare>(?:[ \t]*(?:\\[\s\S]?|[^ \t\r\n\\]))*))
+      | (?P<odd>[^ \t\r\n][^\r\n]*)""",
+    re.VERBOSE,
+)
+_ENV_QUOTED: Final = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\"""")
 
 
 def parse_env_file(text: str) -> dict[str, str]:
-    """KEY=VALUE with comments, quotes and continued lines, as systemd reads an EnvironmentFile."""
+    """KEY=VALUE with comments, quotes and continued lines."""
     found: dict[str, str] = {}
-    problems = []
-    at = 0
-    while at < len(text):
-        head = re.compile(r"[ \t\r\n]*([#;][^\n\r]*|[^=\n\r]*)(=?)").match(text, at)
-        assert head
-        line = text.count("\n", 0, head.start(1)) + 1
-        at, key = head.end(), head[1].rstrip()
-        if not key or key[0] in "#;":
-            at = head.end(1) if key else at
-            continue
-        if not head[2] or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+    problems = ["a NUL character: this is no text"] if "\0" in text else []
+    for match in _ENV_LINE.finditer(text):
+        if match["key"] and not match["endless"]:
+            found[match["key"]] = _env_value(match["quoted"], match["bare"])
+        elif match["odd"] or match["endless"]:
             # Never the line itself: it may be a piece of a secret.
-            problems.append(f"line {line} is not KEY=VALUE")
-            at = _UNQUOTED.match(text, at).end()  # type: ignore[union-attr]
-            continue
-        try:
-            found[key], at = _env_value(text, at)
-        except ValueError as error:
-            problems.append(f"line {line}, {key}: {error}")
+            what = "is not KEY=VALUE" if match["odd"] else "has a quote that is not closed"
+            line = text.count("\n", 0, match.start()) + 1
+            problems.append(f"line {line} {what}")
+        if match["endless"]:
             break
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def _env_value(text: str, at: int) -> tuple[str, int]:
-    """The value that begins here, and where it ends."""
+def _env_value(quoted: str, bare: str) -> str:
     value = ""
-    while True:
-        while text[at : at + 1] in (" ", "\t"):
-            at += 1
-        quote = text[at : at + 1]
-        if quote not in _QUOTED or not quote:
-            break
-        piece = _QUOTED[quote].match(text, at)
-        if not piece:
-            raise ValueError("a quote is not closed")
-        inner = piece[1]
-        if quote == '"':
-            inner = re.sub(r'\\(["\\`$])|\\\n', r"\1", inner)
-        value, at = value + inner, piece.end()
-    rest = _UNQUOTED.match(text, at)
-    assert rest
-    bare = re.sub(r"((?:^|[^\\])(?:\\\\)*(?:\\[ \t])?)[ \t]+$", r"\1", rest[0])
-    value += re.sub(r"\\([\s\S]?)", lambda escaped: escaped[1].strip("\r\n"), bare)
-    if re.search(r"[\0-\x08\x0b-\x1f\x7f]", value):
-        raise ValueError("a control character in the value")
-    return value, rest.end()
+    for single, double in _ENV_QUOTED.findall(quoted):
+        value += single + re.sub(r'\\(["\\`$])|\\\n', r"\1", double)
+    return value + re.sub(r"\\([^\r\n])|\\[\r\n]?", r"\1", bare)
 
 
 def as_root() -> str:
@@ -389,34 +332,18 @@ def as_root() -> str:
 
 def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The settings as text: the file's, and over them those of the environment."""
-    settings: dict[str, str] = {}
-    if path is not None or os.path.exists(ENV_FILE):
-        try:
-            with open(path or ENV_FILE, encoding="utf-8") as file:
-                settings = parse_env_file(file.read(1 << 20))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            hint = f": run: {as_root()}" if isinstance(error, PermissionError) else ""
-            raise ConfigError([f"cannot read {path or ENV_FILE} ({reason}){hint}"]) from None
-        except ConfigError as error:
-            raise ConfigError([f"{path or ENV_FILE}: {line}" for line in error.problems]) from None
+    path = path or (ENV_FILE if os.path.exists(ENV_FILE) else os.devnull)
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings = parse_env_file(file.read(1 << 20))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not UTF-8 text")
+        hint = f": run: {as_root()}" if isinstance(error, PermissionError) else ""
+        raise ConfigError([f"cannot read {path} ({reason}){hint}"]) from None
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
     ours = {k: v for k, v in environ.items() if k in NAMES or k.startswith("SYNC_")}
     return {k: v for k, v in (settings | ours).items() if v.strip() or k == "SYNC_VERIFY_PATH"}
-
-
-def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where each setting that is not the default comes from."""
-    found = {}
-    with contextlib.suppress(ConfigError):
-        found = dict.fromkeys(read_env_file(path, {}), "file")
-    found |= {name: "environment" for name in NAMES if environ.get(name, "").strip()}
-    if "SYNC_TOKEN_FILE" in found:
-        found["SYNC_TOKEN"] = found["SYNC_TOKEN_FILE"]
-    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
-    with contextlib.suppress(OSError):
-        if os.path.getsize(credential) > 1:
-            found["SYNC_TOKEN"] = "credential"
-    return found
 
 
 def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Config:
@@ -437,44 +364,42 @@ def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Conf
         try:
             values[option.name] = parse(text.strip()) if text else text
         except ValueError as error:
-            problems.append(f"{name} {error}{_shown(name, text)}")
-    if not problems:
-        config = Config(**values)
-        config = replace(config, device_id=config.device_id or derived_device_id())
-        token = _find_token(config, environ, problems)
-        config = replace(config, token=token)
-        problems += _cross_checks(config)
+            # A secret in the wrong place is not shown.
+            secret = "@" in text or name == "DATABASE_URL" or name.endswith("TOKEN_FILE")
+            shown = "" if secret else f" (it is {mask(text)[:80]!r})"
+            problems.append(f"{name} {error}{shown}")
     if problems:
         raise ConfigError(problems)
-    return config
+    config = Config(**values)
+    problems += _cross_checks(config)
+    try:
+        config = replace(config, token=_find_token(config, environ))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return replace(config, device_id=config.device_id or derived_device_id())
 
 
-def _shown(name: str, text: str) -> str:
-    """A wrong value, unless it may be a secret in the wrong place."""
-    secret = name in ("SYNC_TOKEN", "DATABASE_URL") or "@" in text
-    if secret or (name == "SYNC_TOKEN_FILE" and not text.startswith("/")):
-        return ""
-    return f" (it is {mask(text)[:80]!r})"
+def read_token(name: str, path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read(8192).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not text")  # not after a colon: "token: …" is masked
+        raise ConfigError([f"{name}: cannot read {path} ({reason})"]) from None
 
 
-def _find_token(config: Config, environ: Mapping[str, str], problems: list[str]) -> str:
+def _find_token(config: Config, environ: Mapping[str, str]) -> str:
     """The systemd credential if it is not empty, then the file, then the variable."""
     token = config.token
     credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
-    files = [("SYNC_TOKEN_FILE", config.token_file)] if config.token_file else []
+    if config.token_file:
+        token = read_token("SYNC_TOKEN_FILE", config.token_file) or token
     if os.path.exists(credential):
-        files.append(("credential token", credential))
-    for name, path in files:
-        try:
-            with open(path, encoding="ascii") as file:
-                token = file.read(8192).strip() or token
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(
-                error, "strerror", "not text"
-            )  # not after a colon: "token: …" is masked
-            problems.append(f"{name}: cannot read {path} ({reason})")
+        token = read_token("credential token", credential) or token
     if not re.fullmatch(r"[!-~]*", token):
-        problems.append("the token must be one line of visible ASCII characters")
+        raise ConfigError(["the token must be one line of visible ASCII characters"])
     return token
 
 
@@ -488,10 +413,10 @@ def _cross_checks(config: Config) -> Iterator[str]:
     try:
         if config.ca_file or config.client_cert:  # else nothing can be wrong, and it takes 50 ms
             tls_context(config)
-    except (OSError, ssl.SSLError) as error:
-        reason = error.strerror or error
+    except OSError as error:
         yield (
-            f"SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY cannot be used: {reason} "
+            "SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY cannot be used: "
+            f"{error.strerror or error} "
             "(is each there, readable, PEM, and the key without a pass phrase?)"
         )
 
@@ -9455,6 +9380,21 @@ def print_checks(checks: Iterable[Check], as_json: bool, out: TextIO) -> int:
     return EX_PERSON if failed else EX_OK
 
 
+def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Where each setting that is not the default comes from."""
+    found = {}
+    with contextlib.suppress(ConfigError):
+        found = dict.fromkeys(read_env_file(path, {}), "file")
+    found |= {name: "environment" for name in NAMES if environ.get(name, "").strip()}
+    if "SYNC_TOKEN_FILE" in found:
+        found["SYNC_TOKEN"] = found["SYNC_TOKEN_FILE"]
+    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
+    with contextlib.suppress(OSError):
+        if os.path.getsize(credential) > 1:
+            found["SYNC_TOKEN"] = "credential"
+    return found
+
+
 def do_doctor(
     read: Callable[[], Config], arguments: argparse.Namespace, environ: Mapping[str, str]
 ) -> int:
@@ -9656,12 +9596,7 @@ def check_intent(request: Request) -> None:
 
 def admin_token(config: Config) -> str:
     path = config.admin_token_file
-    try:
-        with open(path or os.devnull, encoding="ascii") as file:
-            return file.read(8192).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "not text")
-        raise ConfigError([f"SYNC_ADMIN_TOKEN_FILE: cannot read {path} ({reason})"]) from None
+    return read_token("SYNC_ADMIN_TOKEN_FILE", path) if path else ""
 
 
 def check_token(request: Request, token: str) -> None:
