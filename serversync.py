@@ -111,7 +111,6 @@ __version__ = "0.2.0"
 
 ENV_FILE: Final = "/etc/serversync.env"
 EX_OK, EX_PERSON, EX_USAGE, EX_UNAVAILABLE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 2, 69, 75, 78
-Number = TypeVar("Number", int, float)
 
 
 class ConfigError(Exception):
@@ -122,12 +121,17 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
-def _bounded(
-    read: Callable[[str], Number], pattern: str, low: Number, high: Number, what: str
-) -> Callable[[str], Number]:
-    def parse(text: str) -> Number:
+def _like(
+    pattern: str,
+    what: str,
+    read: Callable[[str], Any] = str,
+    bounds: tuple[float, float] | None = None,
+) -> Callable[[str], Any]:
+    """Reads what is written like this and lies in these bounds; else it says what is allowed."""
+
+    def parse(text: str) -> Any:
         value = read(text) if re.fullmatch(pattern, text) else None
-        if value is None or not low <= value <= high:
+        if value is None or (bounds and not bounds[0] <= value <= bounds[1]):
             raise ValueError(f"must be {what}")
         return value
 
@@ -136,11 +140,11 @@ def _bounded(
 
 def _number(low: float, high: float) -> Callable[[str], float]:
     what = f"a number from {low:.12g} to {high:.12g}"
-    return _bounded(float, r"[0-9]{1,12}(\.[0-9]{1,9})?", low, high, what)
+    return _like(r"[0-9]{1,12}(\.[0-9]{1,9})?", what, float, (low, high))
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:
-    return _bounded(int, "[0-9]{1,12}", low, high, f"a whole number from {low} to {high}")
+    return _like("[0-9]{1,12}", f"a whole number from {low} to {high}", int, (low, high))
 
 
 def _size(high: int, cut: int = 0) -> Callable[[str], int]:
@@ -155,16 +159,7 @@ def _size(high: int, cut: int = 0) -> Callable[[str], int]:
         return high
 
     what = f"a size from 1 KiB to {high >> 20} MiB"
-    return _bounded(read, "[0-9]{1,12} ?(KiB|MiB)?", 1024, high, what)
-
-
-def _like(pattern: str, what: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"must be {what}")
-        return text
-
-    return parse
+    return _like("[0-9]{1,12} ?(KiB|MiB)?", what, read, (1024, high))
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
@@ -458,14 +453,8 @@ class Fate(Enum):
     DEAD = "dead"  # it cannot be sent, and that lies here
 
 
-class Trouble(Enum):
-    """Why there is no answer."""
-
-    UNREACHABLE = "cannot be reached"
-    TLS = "TLS failed"
-    TIMEOUT = "no answer in time"
-    RESET = "connection lost"
-    GARBLED = "not HTTP"
+# Why there is no answer. What each means stands in the table of verdicts.
+Trouble = Enum("Trouble", ["UNREACHABLE", "TLS", "TIMEOUT", "RESET", "GARBLED"])
 
 
 @dataclass(frozen=True)
@@ -547,7 +536,6 @@ class FileEntry:
     """A recording_file entry, with what is known of its earlier looks and of its recording."""
 
     seq: int
-    entity_id: str
     call_log_id: str | None
     recording_id: str
     file_path: str | None
@@ -2004,8 +1992,7 @@ with named as (
     select *, serversync.to_uuid(recording_id) as recording, serversync.to_uuid(call_log_id) as call
     from named
 )
-select o.id, o.entity_id::text, o.call_log_id, o.recording_id, o.file_path, o.call_id,
-       coalesce(w.tries, 0),
+select o.id, o.call_log_id, o.recording_id, o.file_path, o.call_id, coalesce(w.tries, 0),
        coalesce(w.waited + {GAP}, 0)
            ::float8,
        r.upload_status, serversync.has_another(o.call, o.recording),

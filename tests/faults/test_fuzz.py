@@ -273,7 +273,7 @@ class Client:
             self.fd, "call", audio.name, 10, [], self.folder, b"{}", False, KEY
         )
         self.entry = serversync.FileEntry(
-            1, str(uuid.uuid4()), str(uuid.uuid4()), str(uuid.uuid4()), None, None,
+            1, str(uuid.uuid4()), str(uuid.uuid4()), None, None,
             0, 0.0, None, False, None, False,
         )  # fmt: skip
 
