@@ -216,10 +216,7 @@ class Config:
     batch_size: int = _option("SYNC_BATCH_SIZE", "100", _whole(1, 10000), "entries a request")
     batch_bytes: int = _option("SYNC_BATCH_BYTES", "512 KiB", _size(4 << 20), "bytes a request")
     entry_max_bytes: int = _option(
-        "SYNC_ENTRY_MAX_BYTES",
-        "8 MiB",
-        _size(32 << 20, 256 << 20),
-        "a larger entry is dead at once",
+        "SYNC_ENTRY_MAX_BYTES", "8 MiB", _size(32 << 20, 256 << 20), "a larger entry dies at once"
     )
     timeout: float = _option(
         "SYNC_TIMEOUT_SEC", "30", _number(0.5, 600), "to connect, without progress, for an answer"
@@ -300,13 +297,13 @@ def parse_env_file(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     problems = ["a NUL character: this is no text"] if "\0" in text else []
     for match in _ENV_LINE.finditer(text):
-        if match["key"] and not match["endless"]:
-            found[match["key"]] = _env_value(match["quoted"], match["bare"])
-        elif match["odd"] or match["endless"]:
+        if match["odd"] or match["endless"]:
             # Never the line itself: it may be a piece of a secret.
             what = "is not KEY=VALUE" if match["odd"] else "has a quote that is not closed"
             line = text.count("\n", 0, match.start()) + 1
             problems.append(f"line {line} {what}")
+        elif match["key"]:
+            found[match["key"]] = _env_value(match["quoted"], match["bare"])
         if match["endless"]:
             break
     if problems:
@@ -409,11 +406,9 @@ def _cross_checks(config: Config) -> Iterator[str]:
         if config.ca_file or config.client_cert:  # else nothing can be wrong, and it takes 50 ms
             tls_context(config)
     except OSError as error:
-        yield (
-            "SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY cannot be used: "
-            f"{error.strerror or error} "
-            "(is each there, readable, PEM, and the key without a pass phrase?)"
-        )
+        hint = "is each there, readable, PEM, and the key without a pass phrase?"
+        names = "SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY"
+        yield f"{names} cannot be used: {error.strerror or error} ({hint})"
 
 
 def tls_context(config: Config) -> ssl.SSLContext:

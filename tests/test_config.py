@@ -755,6 +755,7 @@ def test_a_key_with_a_pass_phrase_is_told_and_nobody_is_asked_for_it(
 WRONG_SECRETS = [
     {"SYNC_TOKEN": f"{TOKEN} {TOKEN}"},
     {"SYNC_TOKEN_FILE": TOKEN},
+    {"SYNC_ADMIN_TOKEN_FILE": TOKEN},
     {"SYNC_TOKENFILE": TOKEN},
     {"SYNC_BATCH_SIZE": f"Bearer {TOKEN}"},
     {"DATABASE_URL": f"postgresql://u:{PASSWORD}@h/d?nonsense=1"},
