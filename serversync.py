@@ -509,7 +509,6 @@ class Step:
     tries: int
     attempts: int
     delay: float
-    charged: bool
 
 
 @dataclass(frozen=True)
@@ -1193,8 +1192,7 @@ def judge(
     worn_out = charged and attempts >= retry_max and past.waited >= retry_hours * HOUR
     cap = HOUR if tries > 8 else BACKOFF_CAP
     delay = max(backoff(tries, jitter, cap), patience(0, verdict.retry_after, jitter))
-    return Step(fate in (Fate.REJECTED, Fate.DEAD) or worn_out, tries, attempts,
-                min(delay, HOUR), charged)  # fmt: skip
+    return Step(fate in (Fate.REJECTED, Fate.DEAD) or worn_out, tries, attempts, min(delay, HOUR))
 
 
 @dataclass
@@ -4588,7 +4586,7 @@ class Files(Delivery):
         past = self.store.past(entry.seq)
         if past is not None:
             verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {entry.waits_for}")
-            step = Step(False, past.tries, past.attempts, 0.0, False)
+            step = Step(False, past.tries, past.attempts, 0.0)
             self.store.set_waiting(entry.seq, past, verdict, step, False, entry.waits_for)
             self.store.rows = True
 

@@ -151,7 +151,7 @@ class Outbox(Store):
 
     def set_waiting(self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool,
                     waits_for: int | None = None) -> None:  # fmt: skip
-        self.charged += step.charged
+        self.charged += step.attempts - past.attempts
         in_outage = in_outage or (seq in self.waiting and self.waiting[seq].in_outage)
         past = replace(past, tries=step.tries, attempts=step.attempts, type_sent=past.sent_now)
         due = self.clock.now + step.delay
