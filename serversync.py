@@ -91,6 +91,7 @@ from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import psycopg
 import urllib3
+from psycopg import generators
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from systemd import daemon, journal
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -909,7 +910,7 @@ def look_up(host: str) -> None:
         except OSError as error:
             errors.append(error)
 
-    if not re.fullmatch(r"[\d.]*|.*[:/].*", host):  # a name: no address, no directory
+    if not re.fullmatch(r"[\d.]*|.*[:/,].*", host):  # one name: no address, no directory
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join()
@@ -1759,9 +1760,7 @@ select serversync.sync_interval(),
                  order by id limit 1), false),
        exists (select from serversync.waiting)
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
-       exists (select from serversync.uploads),
-       coalesce(({INDEX_STATE}), false),
-       exists ({TRIGGER_STATE})
+       not coalesce(({INDEX_STATE}), false) or not exists ({TRIGGER_STATE})
 """
 # Rows that count no more: their entry is through, gone or another one; those that waited for it; a
 # due time more than an hour ahead (a clock that was wrong). And letters whose entry vanished while
@@ -2246,14 +2245,19 @@ select coalesce((select true from sync_outbox where processed_at is null
 
 # ==================================================================================================
 # Store
-# One connection that holds the lock, LISTENs and does all the work; one method a statement.
+# One connection that holds the lock, LISTENs and does all the work; and what the jobs ask of it.
 # ==================================================================================================
 
 DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are better than ours
 INDEX_DEADLINE: Final = 600.0
-ASK_EVERY: Final = 30.0
 CORRUPT: Final = ("XX000", "XX001", "XX002")
 LOCKED: Final = ("55P03", "57014")  # somebody holds a row: later
+# What the agent makes of the backend's outbox: whether it is there, and how it is made.
+OPTIONAL: Final = (
+    ("index", f"select coalesce(({INDEX_STATE}), false)", (DROP_INDEX, CREATE_INDEX)),
+    # One that is disabled was disabled by somebody who meant it.
+    ("NOTIFY trigger", f"select exists ({TRIGGER_STATE})", (CREATE_TRIGGER,)),
+)
 
 
 class Hot:
@@ -2263,24 +2267,27 @@ class Hot:
     def __init__(self, name: str, sql: str) -> None:
         self.name = name.encode()
         self.params = tuple(dict.fromkeys(re.findall(r"%\((\w+)\)s", sql)))
-        numbers = {f"%({param})s": f"${n}" for n, param in enumerate(self.params, 1)}
-        self.sql = re.sub(r"%\(\w+\)s", lambda param: numbers[param[0]], sql).encode()
+        for number, param in enumerate(self.params, 1):
+            sql = sql.replace(f"%({param})s", f"${number}")
+        self.sql = sql.encode()
 
     def run(self, conn: psycopg.Connection[Any], params: Mapping[str, object]) -> list[bytes]:
         """Its row, as binary; prepared where it is not yet, or not any more (psycopg lets go of
         all that is prepared after a DROP, an ALTER or a ROLLBACK)."""
-        values = (params[name] for name in self.params)
-        texts = [None if value is None else str(value).encode() for value in values]
-        if any(b"\0" in text for text in texts if text):  # libpq would end the text there
-            raise psycopg.DataError("PostgreSQL's texts cannot hold a NUL")
+        texts = [self._text(params[name]) for name in self.params]
         try:
             return self._execute(conn, texts)
         except psycopg.errors.InvalidSqlStatementName:
-            if conn.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
-                raise
             conn.pgconn.send_prepare(self.name, self.sql)
             self._receive(conn)
             return self._execute(conn, texts)
+
+    @staticmethod
+    def _text(value: object) -> bytes | None:
+        """As PostgreSQL reads it."""
+        if isinstance(value, list):
+            value = "{" + ",".join(map(str, value)) + "}"
+        return None if value is None else str(value).encode()
 
     def _execute(self, conn: psycopg.Connection[Any], texts: list[bytes | None]) -> list[bytes]:
         conn.pgconn.send_query_prepared(self.name, texts, result_format=psycopg.pq.Format.BINARY)
@@ -2288,29 +2295,17 @@ class Hot:
 
     @staticmethod
     def _receive(conn: psycopg.Connection[Any]) -> list[bytes]:
-        """The row of what was sent. By poll: a signal ends no wait inside libpq."""
-        poller, pgconn = select.poll(), conn.pgconn
-        row: list[bytes] = []
-        error: psycopg.Error | None = None
-        while True:
-            unsent = pgconn.flush()
-            if unsent or pgconn.is_busy():
-                poller.register(pgconn.socket, select.POLLIN | select.POLLOUT * unsent)
-                poller.poll(TICK * 1000)  # under TLS the rest may be in the library already
-                pgconn.consume_input()
-            elif (result := pgconn.get_result()) is None:
-                break
-            elif result.status == psycopg.pq.ExecStatus.TUPLES_OK:
-                row = [result.get_value(0, column) or b"" for column in range(result.nfields)]
-                result.clear()
-            elif result.status != psycopg.pq.ExecStatus.COMMAND_OK:
-                error = psycopg.errors.error_from_result(result)
-        if error is not None:
-            raise error
+        """The row of what was sent. (psycopg waits: a signal ends no wait inside libpq.)"""
+        result = conn.wait(generators.execute(conn.pgconn))[-1]
+        if result.status == psycopg.pq.ExecStatus.FATAL_ERROR:
+            raise psycopg.errors.error_from_result(result)
+        row = [result.get_value(0, column) or b"" for column in range(result.nfields)]
+        result.clear()
         return row
 
 
 HOT_FETCH: Final = Hot("serversync_fetch", FETCH)
+HOT_FETCH_ALONE: Final = Hot("serversync_fetch_alone", FETCH_ALONE)
 HOT_CONFIRM: Final = Hot("serversync_confirm", CONFIRM)
 
 
@@ -2321,14 +2316,12 @@ class Session:
         self.url, self.device, self.process = url, device, process
         self.conn: psycopg.Connection[Any] | None = None
         self.locked = False
-        self.epoch = 0
         self.generation = 0  # another sender came between: older results are worth nothing
         self.root_id: str | None = None
-        self.used = 0.0  # when the server last answered
-        self._database = ""
         self.losses = 0  # in a row, until all was done once
-        self._news = False
-        self._identity: tuple[int, Any] | None = None
+        self._epoch = ("", 0)  # of this database
+        self._identity: dict[str, Any] = {}
+        self._calls: list[object] = []
         self._hints: list[str] = []
 
     # --- the connection -------------------------------------------------------------------------
@@ -2339,8 +2332,7 @@ class Session:
         try:
             where = conninfo_to_dict(self.url)
             with self.process.deadline(DB_DEADLINE, None):
-                if "hostaddr" not in where and "," not in str(where.get("host")):
-                    look_up(str(where.get("host") or ""))
+                look_up(str(where.get("hostaddr") or where.get("host") or ""))
                 self.conn = psycopg.connect(
                     self.url,
                     autocommit=True,
@@ -2349,14 +2341,11 @@ class Session:
                     prepare_threshold=None,
                     fallback_application_name="serversync",
                 )
-            self.conn.add_notify_handler(self._on_notify)
+            self.conn.add_notify_handler(self._calls.append)
             self.run(SESSION)
-            if self._identity and self.run(
-                END_PREVIOUS, pid=self._identity[0], start=self._identity[1]
-            ):
+            if self._identity and self.run(END_PREVIOUS, **self._identity):
                 time.sleep(0.2)  # until its lock is free
-            rows = self.run(IDENTITY)
-            self._identity = (rows[0][0], rows[0][1]) if rows else None
+            self._identity = dict(zip(("pid", "start"), self.run(IDENTITY)[0], strict=True))
         except TimedOut:
             self.process.check()
             raise Unavailable("the database does not answer") from None
@@ -2373,23 +2362,12 @@ class Session:
 
     def close(self) -> None:
         if self.conn is not None:
-            with contextlib.suppress(psycopg.Error, OSError):
-                self.conn.close()
+            self.conn.close()
         self.conn, self.locked = None, False
-
-    @property
-    def local(self) -> bool:
-        """A Unix socket cannot be half-open."""
-        return self.conn is not None and self.conn.info.host.startswith("/")
 
     @property
     def fd(self) -> int:
         return self.conn.pgconn.socket if self.conn is not None else -1
-
-    def _shut(self) -> None:
-        with contextlib.suppress(psycopg.Error):
-            if self.conn is not None:
-                shut_socket(self.conn.fileno())
 
     @contextlib.contextmanager
     def session(self, seconds: float = DB_DEADLINE) -> Iterator[psycopg.Connection[Any]]:
@@ -2399,12 +2377,11 @@ class Session:
             raise Lost
         conn = self.conn
         try:
-            with self.process.deadline(seconds, self._shut):
+            with self.process.deadline(seconds, partial(shut_socket, conn.fileno())):
                 yield conn
-            self.used = time.monotonic()
         except (psycopg.Error, OSError) as error:
             # conn.closed stays False after the server ended the session: ask libpq.
-            if conn.broken or conn.pgconn.status != psycopg.pq.ConnStatus.OK:
+            if conn.pgconn.status != psycopg.pq.ConnStatus.OK:
                 self.close()
                 raise Lost(str(error)) from None
             raise
@@ -2413,12 +2390,7 @@ class Session:
         """One statement, in a transaction of its own. Raises Lost or psycopg.Error."""
         with self.session(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
-            rows = [] if cursor.rownumber is None else cursor.fetchall()
-            if cursor.pgresult is not None:
-                # A cursor is part of a cycle: its result, a batch of 500 KB, would live until
-                # the collector comes by.
-                cursor.pgresult.clear()
-            return rows
+            return [] if cursor.rownumber is None else cursor.fetchall()
 
     # --- the lock -------------------------------------------------------------------------------
 
@@ -2427,42 +2399,39 @@ class Session:
         if not self.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
             return False
         self._prepare()
-        before = (self._database, self.epoch + 1)
-        self._database, self.epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
-        if (self._database, self.epoch) != before:
+        database, epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
+        if self._epoch != (database, epoch - 1):
             self.generation += 1
+        self._epoch = (database, epoch)
         self.run("listen serversync")
-        self._news = True  # nobody knows what came before
         self.locked = True
         return True
 
     def _prepare(self) -> None:
+        """Makes what is the agent's own; says what is missing of the rest."""
         row = self.run(RIGHTS)[0]
         outbox, recordings, schema, ours, role, name, missing, may_delete, encoding = row
-        if encoding not in ("UTF8", "SQL_ASCII"):
-            raise ConfigError([f"database {name}: its encoding is {encoding}, it must be UTF8"])
         if not outbox:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
-        how = "run: sudo serversync setup"
-        lines = [f"role {role} lacks {what}: {how}" for what in missing]
-        if lines:
-            raise ConfigError([f"database {name}: {line}" for line in lines])
+        if encoding not in ("UTF8", "SQL_ASCII"):
+            raise ConfigError([f"database {name}: its encoding is {encoding}, it must be UTF8"])
+        who, how = f"database {name}: role {role}", "run: sudo serversync setup"
+        if missing:
+            raise ConfigError([f"{who} lacks {what}: {how}" for what in missing])
         try:
             if not schema:
                 self.run(CREATE_SCHEMA)
             self._migrate(ours)
         except psycopg.errors.InsufficientPrivilege:
-            raise ConfigError(
-                [f"database {name}: role {role} may not make its tables: {how}"]
-            ) from None
+            raise ConfigError([f"{who} may not make its tables: {how}"]) from None
         hints = self.make_optional()
         if recordings is None:
             hints.append("there is no table recordings: none is marked as uploaded")
         if not may_delete:
             hints.append("no right to delete from sync_outbox: old rows are not pruned")
-        if hints != self._hints:
-            self._hints = hints
+        if hints and hints != self._hints:
             say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
+        self._hints = hints
 
     def _migrate(self, ours: bool) -> None:
         known = self.run(VERSION)[0][0] if ours else 0
@@ -2470,76 +2439,42 @@ class Session:
             raise ConfigError(
                 [f"the schema serversync is of a newer version ({known}) than this program"]
             )
-        for number in range(known + 1, len(MIGRATIONS) + 1):
+        for number, migration in enumerate(MIGRATIONS[known:], known + 1):
             # With its number: several statements, all or none.
-            self.run("set local statement_timeout = 0;" + MIGRATIONS[number - 1], INDEX_DEADLINE)
+            self.run("set local statement_timeout = 0;" + migration, INDEX_DEADLINE)
             say(logging.INFO, "migrated", f"schema serversync is now at version {number}")
 
     def make_optional(self) -> list[str]:
-        """Index and trigger, where the role may; where not, why."""
+        """Index and trigger, where the role may; where not, why. While one of them waits for the
+        table, the backend's INSERT waits behind it: a second at most."""
         hints = []
-        for what, make in (("index", self._make_index), ("NOTIFY trigger", self._make_trigger)):
+        for what, is_there, statements in OPTIONAL:
+            if self.run(is_there)[0][0]:
+                continue
+            self.run("set lock_timeout = '1s'; set statement_timeout = 0")
             try:
-                make()
+                for sql in statements:
+                    self.run(sql, INDEX_DEADLINE)
             except psycopg.Error as error:
                 hints.append(f"no {what}: {error.diag.message_primary or error}")
+            self.run(SESSION)  # its limits again
         return hints
-
-    def _make_index(self) -> None:
-        state = self.run(INDEX_STATE)
-        if state and state[0][0]:
-            return
-        self.run("set lock_timeout = '1s'; set statement_timeout = 0")
-        try:
-            if state:
-                self.run(DROP_INDEX, INDEX_DEADLINE)
-            self.run(CREATE_INDEX, INDEX_DEADLINE)
-        except psycopg.Error:
-            self.run(DROP_INDEX)  # an invalid leftover costs the backend and serves nobody
-            raise
-        finally:
-            if self.conn is not None:
-                self.run("set lock_timeout = '400ms'; set statement_timeout = '18s'")
-
-    def _make_trigger(self) -> None:
-        if self.run(TRIGGER_STATE):
-            return  # there; a disabled one was disabled by somebody who meant it
-        # While it waits for the table's lock, the backend's INSERT waits behind it.
-        self.run("set local lock_timeout = '1s';" + CREATE_TRIGGER)
 
     # --- waking up ------------------------------------------------------------------------------
 
-    def _on_notify(self, _: object) -> None:
-        self._news = True
-
     def check(self) -> None:
         """A session that was ended shows here (Lost): others send now. It never waits."""
-        used = self.used
         with self.session() as conn:
             conn.pgconn.consume_input()
-            while conn.pgconn.notifies():
-                self._news = True
-        self.used = used
+            while call := conn.pgconn.notifies():
+                self._calls.append(call)
 
     def news(self) -> bool:
         """Whether somebody called since this was asked last."""
         self.check()
-        heard, self._news = self._news, False
-        return heard
-
-    def ask_silent_peer(self) -> float:
-        """A TCP peer that went silent is only noticed by asking, every half minute; in how many
-        seconds that is to be done again."""
-        if self.local or self.conn is None:
-            return HOUR
-        if time.monotonic() - self.used >= ASK_EVERY:
-            self.run("select 1")
-        return self.used + ASK_EVERY - time.monotonic()
-
-
-def as_array(values: Iterable[object]) -> str:
-    """As PostgreSQL reads an array of numbers or uuids."""
-    return "{" + ",".join(map(str, values)) + "}"
+        called = bool(self._calls)
+        self._calls.clear()
+        return called
 
 
 @dataclass(frozen=True)
@@ -2550,13 +2485,11 @@ class Look:
     entries: bool
     files: bool
     waiting: bool
-    uploads: bool
-    index: bool
-    trigger: bool
+    lacking: bool  # the index or the trigger
 
 
 class Store:
-    """The statements, by the session that holds the lock."""
+    """What the jobs ask of the database, by the session that holds the lock."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -2570,93 +2503,59 @@ class Store:
         recordings, calls = zip(*self.travels.values(), strict=True) if self.travels else ((), ())
         return {"skip": self.skip, "recordings": list(recordings), "calls": list(calls)}
 
-    def look(self) -> Look:
-        return Look(*self.run(LOOK)[0])
+    def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
+        """Its first row; what is left out now it may name."""
+        rows = self.run(sql, **params, **self._left_out())
+        return rows[0] if rows else None
 
-    def sweep(self) -> None:
-        self.run(SWEEP)
+    def value(self, sql: str, **params: Any) -> Any:
+        """The one value of its first row, or None."""
+        row = self.first(sql, **params)
+        return row[0] if row else None
 
     def last(self) -> int:
-        return int(self.run(LAST)[0][0])
-
-    def next_id(self, after: int, until: int) -> int:
-        rows = self.run(NEXT_ID, after=after, until=until)
-        return int(rows[0][0]) if rows else 0
+        return int(self.value(LAST))
 
     def fetch(self, after: int, until: int, size: int, most: int, at_all: int) -> Batch:
         """The next entries, as one body of so many bytes; a larger one alone, if it may go."""
-        params = self._left_out() | {"after": after, "until": until, "size": size}
-        params |= {"bytes": most - len(BODY_FRAME), "most": at_all}
-        params |= {name: as_array(params[name]) for name in ("skip", "recordings", "calls")}
-        with self.session.session() as conn:
-            return self._batch(HOT_FETCH.run(conn, params))
+        most -= len(BODY_FRAME)
+        return self._batch(HOT_FETCH, after=after, until=until, size=size, bytes=most, most=at_all)
 
     def fetch_alone(self, seq: int, most: int) -> Batch:
-        params = {"seq": seq, "size": 1, "bytes": most, "most": most}
-        rows = self.run(FETCH_ALONE, **params)[0]
-        seqs, size, body = rows
-        return Batch([int(seqs)], int(size), bytes(body or b"")) if seqs else Batch([], 0, b"")
+        return self._batch(HOT_FETCH_ALONE, seq=seq, size=1, bytes=most, most=most)
 
-    @staticmethod
-    def _batch(row: Sequence[bytes]) -> Batch:
-        seqs, size, body = row
-        if not seqs:
-            return Batch([], 0, b"")
-        return Batch(list(map(int, seqs.split(b","))), int.from_bytes(size, "big"), body)
+    def _batch(self, statement: Hot, **params: Any) -> Batch:
+        with self.session.session() as conn:
+            seqs, size, body = statement.run(conn, params | self._left_out())
+        found = list(map(int, seqs.split(b","))) if seqs else []
+        return Batch(found, int.from_bytes(size, "big"), body)
 
-    def hold_back(self, after: int, until: int) -> bool:
-        """Whether anything was: then what was fetched is to be fetched again."""
-        return bool(self.run(HOLD_BACK, after=after, until=until))
-
-    def next_retry(self, files: bool) -> tuple[int, float, bool] | None:
-        rows = self.run(NEXT_RETRY, files=files, before=self.before, **self._left_out())
-        return (rows[0][0], rows[0][1], rows[0][2]) if rows else None
-
-    def newest_free(self) -> int:
-        rows = self.run(NEWEST_FREE, **self._left_out())
-        return int(rows[0][0]) if rows else 0
-
-    def next_file(self, reached: int) -> int:
-        rows = self.run(NEXT_FILE, reached=reached, skip=self.skip)
-        return int(rows[0][0]) if rows else 0
-
-    def read_file(self, seq: int) -> FileEntry | None:
-        rows = self.run(READ_FILE, seq=seq, skip=self.skip)
-        return FileEntry(*rows[0]) if rows else None
+    def next_retry(self, files: bool) -> tuple[Any, ...] | None:
+        """Its seq, in how many seconds it is due, and whether the frontend did not want it."""
+        return self.first(NEXT_RETRY, files=files, before=self.before)
 
     def past(self, seq: int, readable: bool = True) -> Past | None:
-        rows = self.run(PAST, seq=seq, readable=readable)
-        return Past(*rows[0]) if rows else None
+        row = self.first(PAST, seq=seq, readable=readable)
+        return Past(*row) if row else None
 
     def confirm(self, seqs: Sequence[int], receipt: Receipt) -> None:
         """A recording's survives a power cut, whatever the database's default."""
         answer = receipt.answer
         digest = hashlib.sha256(answer.body).hexdigest() if answer.body else None
         params = vars(receipt) | {"status": answer.status, "seconds": answer.duration}
-        params |= {"seqs": as_array(seqs), "answer_sha256": digest}
+        params |= {"seqs": list(seqs), "answer_sha256": digest}
         with self.session.session() as conn:
             if receipt.kind == "file":
-                self._confirm_file(conn, seqs[0], receipt, params)
-                return
-            row = HOT_CONFIRM.run(conn, params)
-        marked = int.from_bytes(row[0], "big")
-        if marked < len(seqs) and self.run(STILL_PENDING, seqs=params["seqs"])[0][0]:
+                with conn.transaction():
+                    marked = conn.execute(CONFIRM, params).fetchall()[0][0]
+                    conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})
+            else:
+                marked = int.from_bytes(HOT_CONFIRM.run(conn, params)[0], "big")
+        if marked < len(seqs) and self.value(STILL_PENDING, seqs=list(seqs)):
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
                 "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
             )
-
-    @staticmethod
-    def _confirm_file(
-        conn: psycopg.Connection[Any], seq: int, receipt: Receipt, params: dict[str, Any]
-    ) -> None:
-        with conn.transaction():
-            marked = conn.execute(CONFIRM, params).fetchall()[0][0]
-            conn.execute(KEEP_UPLOAD, params | {"seq": seq})
-            if not marked and conn.execute(STILL_PENDING, params).fetchall()[0][0]:
-                raise psycopg.errors.ObjectNotInPrerequisiteState(
-                    "marking a recording in sync_outbox changes nothing: a trigger, a rule?"
-                )
 
     def set_waiting(self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool,
                     waits_for: int | None = None) -> None:  # fmt: skip
@@ -2668,13 +2567,6 @@ class Store:
     def bury(self, seq: int, verdict: Verdict, step: Step, recording_id: str | None) -> None:
         more = {"recording_id": recording_id, "blamed": verdict.fate is Fate.REJECTED}
         self.run(BURY, seq=seq, **vars(verdict), **vars(step), **more)
-
-    def uploads(self, after: int) -> list[Upload]:
-        return [Upload(*row) for row in self.run(UPLOADS, after=after, limit=100)]
-
-    def rivals(self, upload: Upload) -> list[tuple[str | None, str | None, bool]]:
-        rows = self.run(RIVALS, directory=upload.directory, seq=upload.seq)
-        return [(row[0], row[1], row[2]) for row in rows]
 
 
 BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
@@ -4212,7 +4104,7 @@ class Entries(Delivery):
         while True:
             look = agent.look()
             if look.waiting:
-                self.store.sweep()
+                self.store.run(SWEEP)
             if self.endpoint.outage is not None and look.entries:
                 yield from self._probe()
             elif look.entries:
@@ -4275,7 +4167,7 @@ class Entries(Delivery):
                 self.careful = CAREFUL
                 return None
         self.careful -= 1
-        seq = self.store.next_id(after, until)
+        seq = self.store.value(NEXT_ID, after=after, until=until)
         if not seq:
             return Batch([], 0, b"")
         batch = self._read(seq, partial(self._fetch_in_order, seq - 1, seq, 1))
@@ -4287,7 +4179,7 @@ class Entries(Delivery):
         while True:
             batch = self.store.fetch(after, until, size, config.batch_bytes, config.entry_max_bytes)
             last = batch.seqs[-1] if batch.seqs else until
-            if not self.store.rows or not self.store.hold_back(after, last):
+            if not self.store.rows or not self.store.value(HOLD_BACK, after=after, until=last):
                 return batch
 
     def _read(self, seq: int, fetch: Callable[[], Batch]) -> Batch | None:
@@ -4406,7 +4298,7 @@ class Entries(Delivery):
         most = self.agent.config.entry_max_bytes
         batch = self._read(seq, partial(self.store.fetch_alone, seq, most))
         if batch and not batch.seqs:
-            self.store.sweep()  # somebody took it away: its row must not come up again
+            self.store.run(SWEEP)  # somebody took it away: its row must not come up again
             return None
         return batch
 
@@ -4441,7 +4333,7 @@ class Entries(Delivery):
         if time.monotonic() < outage.due and not (outage.by_entries and newest > endpoint.seen):
             return
         endpoint.seen = max(endpoint.seen, newest)
-        seq = self.store.newest_free()
+        seq = self.store.value(NEWEST_FREE)
         if not seq:
             retry = self.store.next_retry(files=False)
             seq = retry[0] if retry else 0
@@ -4527,7 +4419,7 @@ class Files(Delivery):
         turn = agent.once or now >= self.endpoint.retry_at
         if retry and turn and not out and retry[1] <= 0:
             return retry[0], now, True
-        if self.reached and (seq := self.store.next_file(self.reached)):
+        if self.reached and (seq := self.store.value(NEXT_FILE, reached=self.reached)):
             return seq, now, False
         if retry and out and (retry[1] <= 0 or retry[2]):
             return retry[0], now, False
@@ -4539,10 +4431,11 @@ class Files(Delivery):
         entry: FileEntry | None = None
         readable, ours = True, True  # the reason lies here
         try:
-            entry = self.store.read_file(seq)
-            if entry is None:
-                self.store.sweep()  # somebody took it away: its row must not come up again
+            row = self.store.first(READ_FILE, seq=seq)
+            if row is None:
+                self.store.run(SWEEP)  # somebody took it away: its row must not come up again
                 return True
+            entry = FileEntry(*row)
             if entry.waits_for is not None:
                 self._wait_for(entry)
                 return True
@@ -4725,7 +4618,7 @@ class Files(Delivery):
 
         def write() -> None:
             self.store.confirm([entry.seq], receipt)
-            self.agent.uploaded()  # now: it may have waited for a lock
+            self.agent.deletions.wake()  # now: it may have waited for a lock
 
         self.agent.ledger.record([entry.seq], write, generation)
         self.succeeded(1)
@@ -4758,98 +4651,76 @@ class Deletions(Job):
     def __init__(self, agent: Agent) -> None:
         super().__init__()
         self.agent, self.store, self.repeats = agent, agent.store, agent.voice.repeats
-        self.due = 0.0
-
-    def wake(self) -> None:
-        self.due = 0.0
-        super().wake()
-
-    def uploaded(self) -> None:
-        """There is one more, to be deleted after a while."""
-        self.due = min(self.due, time.monotonic() + self.agent.config.delete_after)
-        self.wait = Wait(min(self.wait.until, self.due))
 
     def turns(self) -> Steps[None]:
         while True:
-            if time.monotonic() < self.due:
-                yield Wait(self.due)
-                continue
-            self.due, after = float("inf"), 0
-            while uploads := self.store.uploads(after):
-                after = uploads[-1].seq
-                for upload in uploads:
-                    if not self._try(upload):
-                        after = 1 << 62
-                        break
-                    yield AT_ONCE
-            yield Wait(self.due)
+            try:
+                due = yield from self._round()
+                self.repeats.over("root")
+            except EntryTrouble as trouble:
+                due = time.monotonic() + 60.0
+                text = f"uploaded recordings cannot be deleted: {trouble}"
+                self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
+            yield Wait(due)
 
-    def _try(self, upload: Upload) -> bool:
-        """Whether the next one may be tried."""
+    def _round(self) -> Steps[float]:
+        """A look at each of them; when the next one is due."""
+        due, after = float("inf"), 0
+        while rows := self.store.run(UPLOADS, after=after, limit=100):
+            for upload in (Upload(*row) for row in rows):
+                due = min(due, time.monotonic() + self._try(upload))
+                after = upload.seq
+                yield AT_ONCE
+        return due
+
+    def _try(self, upload: Upload) -> float:
+        """In how many seconds it is to be looked at again; never, when it is gone."""
+        agent, quiet = self.agent, self.agent.config.delete_after
+        with agent.recordings.root(agent.session.root_id, agent.adopt_root) as root:
+            if wait := agent.recordings.until_quiet(root, upload, quiet):
+                return wait
+            try:
+                result = self._remove(root, upload)
+            except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
+                result = Removal(error=f"{upload.directory}: {met!r}")
+        if result.error:
+            return self._failed(upload, clean(result.error, MASKING.known))
+        if not result.done:
+            return result.wait
+        self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=upload.directory)
+        agent.voice.tally.removed += 1
+        self.repeats.over(f"deletion {upload.seq}")
+        return float("inf")
+
+    def _remove(self, root: int, upload: Upload) -> Removal:
         agent = self.agent
-        try:
-            with agent.recordings.root(agent.session.root_id, agent.adopt_root) as root:
-                self._remove(root, upload)
-        except EntryTrouble as trouble:
-            self._again(60.0)
-            text = f"uploaded recordings cannot be deleted: {trouble}"
-            self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
-            return False
-        self.repeats.over("root")
-        return True
-
-    def _remove(self, root: int, upload: Upload) -> None:
-        agent = self.agent
-        if wait := agent.recordings.until_quiet(root, upload, agent.config.delete_after):
-            self._again(wait)
-            return
-        try:
-            wanted = self._wanted(upload)
-            if upload.root_id not in (None, agent.session.root_id):
-                text = f"{upload.directory}: left on the old disk, of which it was uploaded"
-                result = Removal(error=text)
-            elif wanted == "pending":
-                result = Removal(wait=60.0)
-            else:
-                alone = agent.config.extra_files == "delete" and not wanted
-                upload = replace(upload, alone=alone)
-                result = agent.recordings.remove(root, upload, agent.config.delete_after)
-        except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
-            result = Removal(error=f"{upload.directory}: {met!r}")
-        if result.done:
-            self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=upload.directory)
-            agent.voice.tally.removed += 1
-            self.repeats.over(f"deletion {upload.seq}")
-        elif result.error:
-            self._failed(upload, clean(result.error, MASKING.known))
-        else:
-            self._again(result.wait)
-
-    def _failed(self, upload: Upload, error: str) -> None:
-        self.store.run(DELETION_FAILED, seq=upload.seq, directory=upload.directory, error=error)
-        self._again(backoff(upload.tries + 1, 1.0))
-        self.repeats.say(
-            f"deletion {upload.seq}",
-            error,
-            logging.WARNING,
-            "deletion_failed",
-            f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}",
-            SEQ=upload.seq,
-            CALL_ID=upload.directory,
-        )
+        if upload.root_id not in (None, agent.session.root_id):
+            text = f"{upload.directory}: left on the old disk, of which it was uploaded"
+            return Removal(error=text)
+        wanted = self._wanted(upload)
+        if wanted == "pending":
+            return Removal(wait=60.0)
+        alone = agent.config.extra_files == "delete" and not wanted
+        upload = replace(upload, alone=alone)
+        return agent.recordings.remove(root, upload, agent.config.delete_after)
 
     def _wanted(self, upload: Upload) -> str:
         """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
         was given up or uploaded, too (no file but those uploaded may go), nobody."""
-        for file_path, call_id, pending in self.store.rivals(upload):
+        rivals = self.store.run(RIVALS, directory=upload.directory, seq=upload.seq)
+        for file_path, call_id, pending in rivals:
             with contextlib.suppress(EntryTrouble):
                 where = locate(file_path, call_id, self.agent.config.recordings_dir)[0]
                 if where == upload.directory:
                     return "pending" if pending else "others"
         return ""
 
-    def _again(self, seconds: float) -> None:
-        self.due = min(self.due, time.monotonic() + seconds)
+    def _failed(self, upload: Upload, error: str) -> float:
+        self.store.run(DELETION_FAILED, seq=upload.seq, directory=upload.directory, error=error)
+        topic, about = f"deletion {upload.seq}", {"SEQ": upload.seq, "CALL_ID": upload.directory}
+        text = f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}"
+        self.repeats.say(topic, error, logging.WARNING, "deletion_failed", text, **about)
+        return backoff(upload.tries + 1, 1.0)
 
 
 PRUNE_AFTER: Final = 300.0  # old rows, the first time after a start
@@ -4862,36 +4733,32 @@ class Housekeeping(Job):
         super().__init__()
         self.agent = agent
         self.prune_due = time.monotonic() + PRUNE_AFTER
-        self.optional_due = 0.0
-        self.lacking = False  # the index or the trigger
+        self.lacking = False  # the index or the trigger: tried once a minute
 
     def turns(self) -> Steps[None]:
         while True:
+            if self.lacking and not self.agent.session.make_optional():
+                say(logging.INFO, "recovered", "index and NOTIFY trigger are there now")
             now, days = time.monotonic(), self.agent.config.retention_days
-            if self.lacking and now >= self.optional_due:
-                self.optional_due = now + 60.0
-                if not self.agent.session.make_optional():
-                    say(logging.INFO, "recovered", "index and NOTIFY trigger are there now")
-            prunes = days and not self.agent.once
-            if prunes and now >= self.prune_due:
-                self._prune(days)
-            yield Wait(self.prune_due if prunes else now + 86400.0)
+            due = self.prune_due if days and not self.agent.once else float("inf")
+            if now >= due:
+                due = self.prune_due = now + (1.0 if self._prune(days) else 86400.0)
+            yield Wait(min(due, now + 60.0))
 
-    def _prune(self, days: float) -> None:
-        """Once a day, in chunks; an unprocessed row never, however old."""
-        repeats = self.agent.voice.repeats
+    def _prune(self, days: float) -> bool:
+        """A chunk of them, where there is one; an unprocessed row never, however old."""
         try:
-            gone = self.agent.store.run(PRUNE, days=days)[0]
+            rows, receipts, letters = self.agent.store.run(PRUNE, days=days)[0]
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
+            repeats = self.agent.voice.repeats
             repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
-            gone = (0, 0, 0)
-        self.prune_due = time.monotonic() + (1.0 if any(gone) else 86400.0)
-        if any(gone):
-            text = (
-                f"pruned {gone[0]} old rows of the outbox, {gone[1]} receipts and {gone[2]} letters"
-            )
-            say(logging.INFO, "pruned", text)
+            return False
+        if not rows + receipts + letters:
+            return False
+        text = f"pruned {rows} old rows of the outbox, {receipts} receipts and {letters} letters"
+        say(logging.INFO, "pruned", text)
+        return True
 
 
 # ==================================================================================================
@@ -4927,14 +4794,12 @@ class Agent:
 
     def look(self) -> Look:
         """What there is to do; wakes whom that concerns."""
-        look = self.store.look()
+        look = Look(*self.store.run(LOOK)[0])
         self.voice.tally.looked = True
         self.store.rows = look.waiting
-        if look.uploads and self.deletions.due == float("inf"):
-            self.deletions.wake()
-        self.housekeeping.lacking = not (look.index and look.trigger)
-        if self.housekeeping.lacking:
+        if look.lacking and not self.housekeeping.lacking:
             self.housekeeping.wake()
+        self.housekeeping.lacking = look.lacking
         return look
 
     def passed(self, until: int) -> None:
@@ -4949,9 +4814,6 @@ class Agent:
             self.files.travelling = False
             self.ledger.arrived(seq)
             self.entries.reload()
-
-    def uploaded(self) -> None:
-        self.deletions.uploaded()
 
     def adopt_root(self, root_id: str) -> None:
         self.session.run(ADOPT_ROOT, root_id=root_id)
@@ -4998,7 +4860,6 @@ class Agent:
         wait = min(waits) - now
         if wait > 0:
             wait = min(wait, self.process.idle_limit, self.state_wait())
-            wait = min(wait, self.session.ask_silent_peer())
         poller = select.poll()
         poller.register(self.process.wake_fd, select.POLLIN)
         if self.session.fd >= 0:
@@ -5033,7 +4894,7 @@ class Agent:
                 self.pause(2.0)
             except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
                 self.session.close()
-                if isinstance(error, ConfigError) and not self.session.epoch:
+                if isinstance(error, ConfigError) and not self.session.generation:
                     raise  # later it is a state: a restore may be under way
                 text = clean(" ".join(str(error).split()), MASKING.known)
                 if self.once:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import serversync
-from serversync import Answer, Batch, Look, Past, Receipt, Session, Step, Steps, Store, Verdict
+from serversync import Answer, Batch, Past, Receipt, Session, Step, Steps, Store, Verdict
 
 REQUEST_SEC = 0.02
 CONFIG = serversync.load_config(
@@ -68,6 +68,16 @@ class Outbox(Store):
     def __init__(self, session: Session, clock: Clock) -> None:
         super().__init__(session)
         self.clock, self.run = clock, self.statement
+        self.models: dict[str, Callable[..., object]] = {
+            serversync.NEW_PLANS: lambda: None,
+            serversync.LOOK: self.look,
+            serversync.LAST: lambda: max(self.pending, default=0),
+            serversync.SWEEP: self.sweep,
+            serversync.HOLD_BACK: self.hold_back,
+            serversync.NEWEST_FREE: self.newest_free,
+            serversync.NEXT_RETRY: self.retry,
+            serversync.END_OUTAGE: self.end_outage,
+        }
         self.pending: dict[int, Entry] = {}
         self.waiting: dict[int, Row] = {}
         self.fresh: list[int] = []  # pending without a row
@@ -84,19 +94,18 @@ class Outbox(Store):
         insort(self.pending_of[entry.entity], entry.seq)
 
     def statement(self, sql: str, limit: float = 0, /, **params: Any) -> list[tuple[Any, ...]]:
-        if sql is serversync.NEW_PLANS:
-            return []
-        assert sql is serversync.END_OUTAGE
+        for name in ("skip", "recordings", "calls", "before"):
+            params.pop(name, None)
+        found = self.models[sql](**params)
+        return [found if isinstance(found, tuple) else (found,)] if found is not None else []
+
+    def end_outage(self, files: bool) -> None:
         for seq, row in list(self.waiting.items()):
-            if row.in_outage and row.waits_for is None and not params["files"]:
+            if row.in_outage and row.waits_for is None and not files:
                 self._keep(seq, row._replace(in_outage=False, due=self.clock.now))
-        return []
 
-    def look(self) -> Look:
-        return Look(None, bool(self.pending), False, bool(self.waiting), False, True, True)
-
-    def last(self) -> int:
-        return max(self.pending, default=0)
+    def look(self) -> tuple[object, ...]:
+        return None, bool(self.pending), False, bool(self.waiting), False
 
     def sweep(self) -> None:
         for seq, row in list(self.waiting.items()):
@@ -118,7 +127,7 @@ class Outbox(Store):
                 self._keep(seq, Row(self.past(seq), self.clock.now, waits_for=first))
         return any(first for _, first in found)
 
-    def next_retry(self, files: bool) -> tuple[int, float, bool] | None:
+    def retry(self, files: bool) -> tuple[int, float, bool] | None:
         passed, found = [], None
         while self.due and found is None:
             due, seq = heapq.heappop(self.due)

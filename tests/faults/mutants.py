@@ -126,14 +126,14 @@ MUTANTS = [
     # Order
     Mutant(
         "what a batch passed over gets no row (HOLD_BACK)",
-        "            if not self.store.rows or not self.store.hold_back(after, last):\n",
-        "            if True:\n",
+        "not self.store.value(HOLD_BACK, after=after, until=last):\n",
+        "True:\n",
         story="an entry of a call that waits, and what depends on it",
     ),
     Mutant(
         "a batch is not fetched again after HOLD_BACK",
-        "            if not self.store.rows or not self.store.hold_back(after, last):\n",
-        "            if not self.store.rows or self.store.hold_back(after, last) is not None:\n",
+        "not self.store.value(HOLD_BACK, after=after, until=last):\n",
+        "self.store.value(HOLD_BACK, after=after, until=last) or True:\n",
         story="an entry of a call that waits, and what depends on it",
     ),
     Mutant(
@@ -156,8 +156,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pass has no end",
-        "        until = self.store.last()\n        after, done, number = 0, False, 0\n",
-        "        until = 1 << 60\n        after, done, number = 0, False, 0\n",
+        "        until = self.store.last()\n        after, number = 0, 0\n",
+        "        until = 1 << 60\n        after, number = 0, 0\n",
         story="a call that becomes visible behind the pass",
         tests=("tests/test_order.py",),
     ),
@@ -250,7 +250,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows that count no more stay (SWEEP)",
-        "            if look.waiting:\n                self.store.sweep()\n",
+        "            if look.waiting:\n                self.store.run(SWEEP)\n",
         "",
         (STATE, "tests/test_order.py"),
     ),
@@ -326,7 +326,7 @@ MUTANTS = [
     ),
     Mutant(
         "an upload is recorded without its deletion",
-        '            conn.execute(KEEP_UPLOAD, params | {"seq": seq})\n',
+        '                    conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})\n',
         "",
         story="deletion waits",
     ),
@@ -406,7 +406,7 @@ MUTANTS = [
     ),
     Mutant(
         "a directory that another recording needs is deleted",
-        "in self.store.rivals(upload):",
+        "in rivals:",
         "in ():",
         (DELETION,),
     ),
