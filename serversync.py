@@ -24,7 +24,7 @@ Can a recording be lost? Five functions answer it
   Files._stored           what the frontend says that it has (HEAD), before anything is marked
   Store.confirm           marked, and noted for deletion, in one durable transaction
   Ledger.settle           a result that cannot be written down is kept, or thrown away as a whole
-  Recordings.remove       one rename into the trash, compared there with what was sent
+  Recordings.remove       file by file into the trash, compared there with what was sent
 
 Map: three rooms, each of which names nothing of a later one
   1 Delivering (from the outbox to the frontend)
@@ -3168,7 +3168,7 @@ def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, byt
             entry.recording_id.encode(),
             b"\r\n" + part("meta", "application/json", "meta.json"),
             ready.meta,
-            b"\r\n" + part("audio", "application/octet-stream", f"mixed.{ready.format}"),
+            b"\r\n" + part("audio", "application/octet-stream", f"mixed.{ready.name[-3:].lower()}"),
         )
     )
     return head, f"\r\n--{boundary}--\r\n".encode()
@@ -3183,8 +3183,9 @@ MARKER: Final = ".serversync-root"
 TRASH: Final = ".serversync-trash"
 META: Final = "meta.json"
 META_MAX: Final = 256 * 1024
-_OPEN_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+WATCHED_MAX: Final = 10_000  # directories: others are watched when these are through
+_OPEN_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _UUID: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
@@ -3197,11 +3198,10 @@ class Upload:
     files: list[dict[str, Any]]
     tries: int
     root_id: str | None  # of the root at its upload
-    alone: bool = False  # all else in the directory goes, too (SYNC_EXTRA_FILES=delete)
 
-    @property
-    def names(self) -> set[str]:
-        return {str(file["name"]) for file in self.files}
+    def place(self, file: dict[str, Any]) -> str:
+        """The file's name in the trash."""
+        return f"{self.seq}-{file['inode']}"
 
 
 @dataclass(frozen=True)
@@ -3218,18 +3218,14 @@ class Ready:
     made_up: bool
     key: str
 
-    @property
-    def format(self) -> str:
-        return "mp3" if self.name.lower().endswith(".mp3") else "wav"
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What became of a deletion: done, to be looked at again in `wait` seconds, or failed."""
-
-    done: bool = False
-    wait: float = 0.0
-    error: str = ""
+    def unchanged(self) -> bool:
+        """Still the same file, in its place and in our hands."""
+        try:
+            there = os.stat(self.name, dir_fd=self.folder, follow_symlinks=False)
+        except OSError:
+            return False
+        ours = os.fstat(self.fd)
+        return signature(self.name, there) == signature(self.name, ours) == self.files[0]
 
 
 def signature(name: str, status: os.stat_result) -> dict[str, Any]:
@@ -3247,17 +3243,17 @@ def locate(file_path: str | None, call_id: str | None, root: str) -> tuple[str, 
         raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", "neither filePath nor callId in the payload")
     path = file_path if file_path is not None else f"{call_id}/mixed.wav"
     parts = path.split("/")
-    above = [part for part in parts[:-2] if part not in ("", ".")]
-    unsafe = ".." in parts or "\0" in path or len(parts) < 2
+    *parents, directory, name = ["", *parts]
+    above = [part for part in parents if part not in ("", ".")]
     # The component above is the root's own name (or the backend's word for it), or absent.
-    if above and above[-1] not in (os.path.basename(root.rstrip("/")), "recordings"):
-        unsafe = True
-    if path.startswith("/") and not above:
-        unsafe = True
-    directory, name = (parts[-2], parts[-1]) if len(parts) > 1 else ("", "")
-    for part in (directory, name):
-        unsafe = unsafe or part in ("", ".") or len(part.encode()) > 255
-    if unsafe or directory.startswith(".serversync"):
+    roots = (os.path.basename(root.rstrip("/")), "recordings")
+    if (
+        (above[-1] not in roots if above else path.startswith("/"))
+        or ".." in parts
+        or "\0" in path
+        or directory.startswith(".serversync")
+        or any(part in ("", ".") or len(part.encode()) > 255 for part in (directory, name))
+    ):
         raise EntryTrouble(
             Fate.DEAD, "FILE_UNSAFE", f"{path[:200]!r} does not lie one level below the recordings"
         )
@@ -3269,42 +3265,54 @@ def locate(file_path: str | None, call_id: str | None, root: str) -> tuple[str, 
 def local_trouble(error: OSError, name: str) -> EntryTrouble:
     """What an error of the disk means: a link is an attack, all else is nobody's fault."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        return EntryTrouble(Fate.DEAD, "FILE_UNSAFE", f"{name!r} is a link or no directory")
+        text = f"{name!r} is a link, or not a plain file of one name in a directory"
+        return EntryTrouble(Fate.DEAD, "FILE_UNSAFE", text)
     return EntryTrouble(Fate.WAITS, "FILE_UNREADABLE", f"{name!r}: {error.strerror}")
 
 
-def read_small(folder: int, name: str, most: int) -> tuple[os.stat_result, bytes]:
-    """The beginning of a plain file of one name; EISDIR for all that is none."""
-    fd = os.open(name, _OPEN_FILE, dir_fd=folder)
+@contextlib.contextmanager
+def held(fd: int) -> Iterator[int]:
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise OSError(errno.EISDIR, "not a plain file of one name")
-        return status, os.read(fd, most)
+        yield fd
     finally:
         os.close(fd)
 
 
-def calls_on_disk(root: int) -> Iterator[tuple[str, float]]:
-    """The directories of calls and their mtimes, one at a time: there may be 100,000."""
-    with os.scandir(root) as entries:
-        for entry in entries:
-            if not entry.name.startswith(".serversync") and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError):  # deleted while we look
-                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime
+def subdirectory(root: int, name: str, mode: int) -> int:
+    """Opened, and made where it is not there."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, mode, dir_fd=root)
+    return os.open(name, _OPEN_DIR, dir_fd=root)
 
 
-def mount_of(fd: int) -> int:
+def open_plain(folder: int, name: str) -> int:
+    """A plain file of one name; ELOOP for all that is none, as for a link."""
+    fd = os.open(name, _OPEN_FILE, dir_fd=folder)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        os.close(fd)
+        raise OSError(errno.ELOOP, "not a plain file of one name")
+    return fd
+
+
+def read_plain(folder: int, name: str, most: int) -> tuple[os.stat_result, bytes]:
+    with held(open_plain(folder, name)) as fd:
+        return os.fstat(fd), os.read(fd, most)
+
+
+def mount_of(fd: int) -> str:
     """Not st_dev: on an overlay that of a file is its layer's."""
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
-        for line in info:
-            if line.startswith("mnt_id:"):
-                return int(line.split()[1])
-    return os.fstat(fd).st_dev
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+        return next(line for line in info if line.startswith("mnt_id:"))
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def not_as_sent(where: int, files: Mapping[str, Mapping[str, Any]]) -> OSError | None:
+    """The first of these files, by the names that they have there, that is not what was sent."""
+    for name, file in files.items():
+        status = os.stat(name, dir_fd=where, follow_symlinks=False)
+        if signature(file["name"], status) != file:
+            return OSError(errno.EBUSY, f"{file['name']} changed after its upload")
+    return None
 
 
 class Recordings:
@@ -3312,9 +3320,7 @@ class Recordings:
 
     def __init__(self, root: str) -> None:
         self.path = root
-        self._watched: dict[int, tuple[int, float]] = {}
-        self._clock_offset = time.time() - time.monotonic()
-        self._stepped_at = float("-inf")
+        self._watched: dict[str, tuple[int, float]] = {}  # what was seen, and since when
 
     # --- the root -------------------------------------------------------------------------------
 
@@ -3325,51 +3331,39 @@ class Recordings:
         An unmounted mount point is just an empty directory: without the marker every recording
         in it would look missing, and die.
         """
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise self._root_missing(str(error.strerror)) from None
-        try:
-            found = self._marker(fd)
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = stack.enter_context(held(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)))
+                found = self._marker(fd, make=known is None)
+            except OSError as error:
+                raise self._root_missing(f"{error.filename or MARKER}: {error.strerror}") from None
             if known is None:
-                adopt(found or self._mark(fd))
+                adopt(found)
                 with contextlib.suppress(OSError):  # now: a full disk has no room for it
-                    os.close(self._subdirectory(fd, TRASH, 0o700))
+                    os.mkdir(TRASH, 0o700, dir_fd=fd)
             elif found != known:
                 raise self._root_missing(
                     f"its {MARKER} is {'another one' if found else 'not there'}: not mounted? "
                     "(moved on purpose: update serversync.sender set root_id = null, and restart)"
                 )
             yield fd
-        finally:
-            os.close(fd)
 
     def _root_missing(self, why: str) -> EntryTrouble:
         text = f"the recordings directory {self.path} is not the one we know: {why}"
         return EntryTrouble(Fate.OUTAGE, "ROOT_MISSING", text)
 
-    def _marker(self, root: int) -> str | None:
-        try:
-            return read_small(root, MARKER, 64)[1].decode("ascii").strip() or None
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise self._root_missing(f"{MARKER}: {error}") from None
-
-    def _mark(self, root: int) -> str:
-        name, new = uuid.uuid4().hex, MARKER + ".new"
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(new, flags, 0o644, dir_fd=root)
-            with open(fd, "w", encoding="ascii") as file:
-                file.write(name + "\n")
-                file.flush()
+    @staticmethod
+    def _marker(root: int, make: bool) -> str:
+        found = ""
+        with contextlib.suppress(FileNotFoundError):
+            found = read_plain(root, MARKER, 64)[1].decode("ascii", "replace").strip()
+        if make and not found:
+            found, flags = uuid.uuid4().hex, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            with held(os.open(MARKER, flags, 0o644, dir_fd=root)) as fd:
+                os.write(fd, f"{found}\n".encode())
                 os.fsync(fd)
-            os.rename(new, MARKER, src_dir_fd=root, dst_dir_fd=root)
             os.fsync(root)
-        except OSError as error:
-            raise self._root_missing(f"cannot write {MARKER}: {error.strerror}") from None
-        return name
+        return found
 
     # --- find, and ready? -----------------------------------------------------------------------
 
@@ -3377,261 +3371,137 @@ class Recordings:
     def opened(self, root: int, entry: FileEntry, grace_over: bool) -> Iterator[Ready]:
         """The recording, opened and complete; EntryTrouble says what is wrong with it."""
         directory, name = locate(entry.file_path, entry.call_id, self.path)
+        missing = (Fate.DEAD, "FILE_MISSING") if grace_over else (Fate.WAITS, "NOT_READY")
         with contextlib.ExitStack() as stack:
-            folder = self._open(directory, _OPEN_DIR, root, grace_over)
-            stack.callback(os.close, folder)
-            fd = self._open(name, _OPEN_FILE, folder, grace_over)
-            stack.callback(os.close, fd)
-            status = os.fstat(fd)
+            try:
+                folder = stack.enter_context(held(os.open(directory, _OPEN_DIR, dir_fd=root)))
+                fd = stack.enter_context(held(open_plain(folder, name)))
+            except FileNotFoundError:
+                raise Gone(*missing, f"{directory}/{name} is not there") from None
+            except OSError as error:
+                raise local_trouble(error, f"{directory}/{name}") from None
             if not mount_of(root) == mount_of(folder) == mount_of(fd):
                 raise EntryTrouble(Fate.DEAD, "FILE_UNSAFE", f"{name!r} is on another file system")
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                raise EntryTrouble(
-                    Fate.DEAD, "FILE_UNSAFE", f"{name!r} is not a plain file of one name"
-                )
+            status = os.fstat(fd)
             if status.st_size == 0:
-                missing = self._missing(f"{directory}/{name} is empty", grace_over).verdict
-                raise EntryTrouble(missing.fate, missing.code, missing.reason)
+                raise EntryTrouble(*missing, f"{directory}/{name} is empty")
             files = [signature(name, status)]
             meta = self._meta(folder, files)
             if meta is None and not grace_over:
-                raise EntryTrouble(Fate.WAITS, "NOT_READY", f"{directory}/{META} is not there yet")
-            sent = meta if meta is not None else self._made_up_meta(entry, directory)
+                raise EntryTrouble(*missing, f"{directory}/{META} is not there yet")
+            known = {
+                "callId": directory,
+                "callLogId": entry.call_log_id,
+                "recordingId": entry.recording_id,
+                "generatedBy": "serversync",
+            }
+            sent = meta if meta is not None else json.dumps(known).encode()
             text = f"{entry.seq} {entry.recording_id} {files[0]}".encode()
             key = hashlib.sha256(text + sent).hexdigest()
             yield Ready(fd, directory, name, status.st_size, files, folder, sent, meta is None, key)
-
-    def _open(self, name: str, flags: int, where: int, grace_over: bool) -> int:
-        try:
-            return os.open(name, flags, dir_fd=where)
-        except FileNotFoundError:
-            raise self._missing(f"{name!r} is not there", grace_over) from None
-        except OSError as error:
-            raise local_trouble(error, name) from None
-
-    @staticmethod
-    def _missing(what: str, grace_over: bool) -> Gone:
-        if grace_over:
-            return Gone(Fate.DEAD, "FILE_MISSING", what)
-        return Gone(Fate.WAITS, "NOT_READY", f"{what} (yet)")
 
     @staticmethod
     def _meta(folder: int, files: list[dict[str, Any]]) -> bytes | None:
         """meta.json verbatim, or None when it is missing or broken. An empty one holds nothing to
         lose and may go with the recording; a broken one stays."""
         try:
-            status, text = read_small(folder, META, META_MAX + 1)
+            status, text = read_plain(folder, META, META_MAX + 1)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR):
+            if error.errno in (errno.ENOENT, errno.ELOOP):
                 return None
             raise local_trouble(error, META) from None
-        try:
-            fits = text if len(text) <= META_MAX else b""
-            json.loads(fits.decode("utf-8"), parse_constant=_no_constant)
-        except (ValueError, RecursionError):  # json itself takes UTF-16, a BOM, and NaN
-            if status.st_size == 0:
-                files.append(signature(META, status))
-            return None
-        files.append(signature(META, status))
-        return text
-
-    @staticmethod
-    def _made_up_meta(entry: FileEntry, directory: str) -> bytes:
-        known = {
-            "callId": directory,
-            "callLogId": entry.call_log_id,
-            "recordingId": entry.recording_id,
-            "generatedBy": "serversync",
-        }
-        return json.dumps(known).encode()
-
-    @staticmethod
-    def unchanged(ready: Ready) -> bool:
-        """Still the same file, in its place and in our hands."""
-        try:
-            there = os.stat(ready.name, dir_fd=ready.folder, follow_symlinks=False)
-        except OSError:
-            return False
-        ours = os.fstat(ready.fd)
-        return signature(ready.name, there) == signature(ready.name, ours) == ready.files[0]
+        usable = len(text) <= META_MAX
+        try:  # by the letter: json itself takes UTF-16, a BOM, and NaN (which int refuses)
+            json.loads(text.decode(), parse_constant=int)
+        except (ValueError, RecursionError):
+            usable = False
+        if usable or not text:
+            files.append(signature(META, status))
+        return text if usable else None
 
     # --- deletion -------------------------------------------------------------------------------
 
-    def remove(self, root: int, upload: Upload, quiet: float) -> Removal:
-        """Deletes what was uploaded, and nothing else. May be called again after a kill.
-
-        1. What an earlier try left in the trash is finished.
-        2. The directory must have been quiet.
-        3. One rename takes the directory (or each of our files, when others stay) into the trash.
-        4. There it is compared with what was sent: the same is removed, all else goes back.
-        """
-        try:
-            trash = self._subdirectory(root, TRASH, 0o700)
-            try:
-                self._empty(root, trash, upload)
-                return self._remove(root, trash, upload, quiet)
-            finally:
-                os.close(trash)
-        except OSError as error:
-            return Removal(error=f"{upload.directory}: {error.strerror or error}")
-
-    def _remove(self, root: int, trash: int, upload: Upload, quiet: float) -> Removal:
-        try:
-            folder = os.open(upload.directory, _OPEN_DIR, dir_fd=root)
-        except FileNotFoundError:
-            return Removal(done=True)
-        try:
-            present = set(os.listdir(folder))
-            ours = present & upload.names
-            wait = self._until_quiet(folder, present, upload.seq, quiet)
-            if wait > 0:
-                return Removal(wait=wait)
-            for name in sorted(ours):
-                if not self._as_sent(folder, name, upload):
-                    return Removal(error=f"{upload.directory}/{name} changed after its upload")
-            plain = not any(os.path.isdir(f"/proc/self/fd/{folder}/{n}") for n in present - ours)
-            whole = present == ours or (upload.alone and plain)
-            if whole:
-                self._take(root, trash, upload, folder)
-            elif ours:
-                self._take_some(folder, trash, upload, ours)
-            self._empty(root, trash, upload)
-            if not whole:
-                with contextlib.suppress(OSError):  # others' files stay, and so does it
-                    os.rmdir(upload.directory, dir_fd=root)
-            os.fsync(root)
-            self._watched.pop(upload.seq, None)
-            return Removal(done=True)
-        finally:
-            os.close(folder)
-
-    @staticmethod
-    def _take(root: int, trash: int, upload: Upload, folder: int) -> None:
-        """The directory that was looked at, into the trash; another one of its name goes back."""
-        name = str(upload.seq)
-        os.rename(upload.directory, name, src_dir_fd=root, dst_dir_fd=trash)
-        taken = os.stat(name, dir_fd=trash, follow_symlinks=False)
-        if taken.st_ino != os.fstat(folder).st_ino:
-            os.rename(name, upload.directory, src_dir_fd=trash, dst_dir_fd=root)
-            raise OSError(errno.EBUSY, "the directory was exchanged for another")
-
-    def _take_some(self, folder: int, trash: int, upload: Upload, ours: set[str]) -> None:
-        try:
-            self._move(folder, trash, str(upload.seq), ours, 0o700)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            for name in sorted(ours):  # no room even for the trash: compared, and gone
-                if self._as_sent(folder, name, upload):
-                    os.unlink(name, dir_fd=folder)
-
-    def until_quiet(self, root: int, upload: Upload, quiet: float) -> float:
-        """How long the upload's directory must still be left alone; 0 where it cannot be seen."""
-        try:
-            folder = os.open(upload.directory, _OPEN_DIR, dir_fd=root)
-        except OSError:
-            return 0.0
-        try:
-            return self._until_quiet(folder, set(os.listdir(folder)), upload.seq, quiet)
-        finally:
-            os.close(folder)
-
-    def _until_quiet(self, folder: int, present: set[str], seq: int, quiet: float) -> float:
-        """How long the directory must still be left alone: by its newest mtime where the clock can
-        be trusted, else by watching it unchanged."""
-        status = os.fstat(folder)
-        try:
-            looks = [os.stat(n, dir_fd=folder, follow_symlinks=False) for n in sorted(present)]
-        except FileNotFoundError:  # it went while we looked: anything but quiet
-            return max(quiet, 1.0)
-        seen_now = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in (status, *looks)]
-        state = hash(tuple(seen_now))
+    def until_quiet(self, root: int, directory: str, quiet: float, once: bool) -> float:
+        """How long the directory must still be watched unchanged. (`once` does not live to see
+        that: there the newest time stamp in it must be so old.)"""
+        state, changed = self._state(root, directory)
+        if once:
+            return max(0.0, quiet - max(0.0, time.time() - changed))
         now = time.monotonic()
-        seen, since = self._watched.get(seq, (None, now))
+        seen, since = self._watched.pop(directory, (None, now))
         if seen != state:
             since = now
-            remember(self._watched, seq, (state, since), 10_000)
-        watched = now - since
-        newest = max(s.st_mtime for s in [status, *looks])
-        age = time.time() - newest
-        if age >= quiet and newest > 1.6e9 and not self._clock_stepped(quiet):
-            return 0.0
-        return max(0.0, quiet - watched)
-
-    def _clock_stepped(self, within: float) -> bool:
-        """Whether the wall clock was set lately: then a time stamp may say anything."""
-        now = time.monotonic()
-        offset = time.time() - now
-        if abs(offset - self._clock_offset) > 2:
-            self._clock_offset, self._stepped_at = offset, now
-        return now - self._stepped_at < within
+        left = max(0.0, since + quiet - now)
+        if left and len(self._watched) < WATCHED_MAX:
+            self._watched[directory] = (state, since)
+        return left
 
     @staticmethod
-    def _as_sent(folder: int, name: str, upload: Upload) -> bool:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        return stat.S_ISREG(status.st_mode) and signature(name, status) in upload.files
+    def _state(root: int, directory: str) -> tuple[int, float]:
+        """What is in the directory, as a number that is another one after any change; and when it
+        changed, by its time stamps. One that is not there never did."""
+        looks = []
+        gone = contextlib.suppress(FileNotFoundError)
+        with gone, held(os.open(directory, _OPEN_DIR, dir_fd=root)) as folder:
+            for name in sorted(os.listdir(folder)):
+                with gone:
+                    looks.append(os.stat(name, dir_fd=folder, follow_symlinks=False))
+            looks.append(os.fstat(folder))  # the last: it shows what came and went meanwhile
+        seen = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in looks]
+        return hash(tuple(seen)), max((s.st_mtime for s in looks), default=0.0)
+
+    def remove(self, root: int, upload: Upload, whole: bool) -> None:
+        """Deletes what was uploaded, and (`whole`) all else in its directory. OSError says why not.
+        May be called again after a kill.
+
+        1. What an earlier try left in the trash is finished.
+        2. One rename takes each file into the trash, if all of them are as they were sent.
+        3. There they are compared again: the same are removed, else all of them go back.
+        """
+        with held(subdirectory(root, TRASH, 0o700)) as trash:
+            self._empty(root, trash, upload)
+            try:
+                folder = os.open(upload.directory, _OPEN_DIR, dir_fd=root)
+            except FileNotFoundError:
+                return
+            with held(folder):
+                self._take(folder, trash, upload, whole)
+                self._empty(root, trash, upload)
+                if not os.listdir(folder):  # else others' files stay, and so does it
+                    os.rmdir(upload.directory, dir_fd=root)
+        os.fsync(root)
 
     @staticmethod
-    def _subdirectory(where: int, name: str, mode: int) -> int:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=where)
-        return os.open(name, _OPEN_DIR, dir_fd=where)
+    def _take(folder: int, trash: int, upload: Upload, whole: bool) -> None:
+        present = set(os.listdir(folder))
+        ours = {file["name"]: file for file in upload.files if file["name"] in present}
+        if changed := not_as_sent(folder, ours):
+            raise changed
+        if whole and ours:  # before what was sent goes, which shows whose directory it is
+            for name in present - set(ours):
+                with contextlib.suppress(IsADirectoryError):
+                    os.unlink(name, dir_fd=folder)
+        for name, file in ours.items():
+            os.rename(name, upload.place(file), src_dir_fd=folder, dst_dir_fd=trash)
 
-    def _move(self, source: int, where: int, name: str, names: set[str], mode: int) -> None:
-        """Renames files into where/name, over nothing."""
-        target = self._subdirectory(where, name, mode)
-        try:
-            there = set(os.listdir(target))
-            for each in sorted(names):
-                if each in there:
-                    raise FileExistsError(errno.EEXIST, f"{name}/{each} is there already")
-                os.rename(each, each, src_dir_fd=source, dst_dir_fd=target)
-        finally:
-            os.close(target)
-
-    def _empty(self, root: int, trash: int, upload: Upload) -> None:
-        """Removes from the trash what was sent as it was sent; puts back all else."""
-        name = str(upload.seq)
-        try:
-            bin_fd = os.open(name, _OPEN_DIR, dir_fd=trash)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if error.errno in (
-                errno.ELOOP,
-                errno.ENOTDIR,
-            ):  # a link was taken, and then came a kill
-                os.rename(name, upload.directory, src_dir_fd=trash, dst_dir_fd=root)
-            raise
-        try:
-            present = set(os.listdir(bin_fd))
-            good = {n for n in present & upload.names if self._as_sent(bin_fd, n, upload)}
-            changed = (present & upload.names) - good
-            if changed:  # not what the frontend has: all of it goes back, and stays together
-                self._put_back(root, trash, bin_fd, upload, present)
-            else:
-                strangers = present - upload.names
-                if upload.alone and good:  # beside what was sent; else not of this call
-                    strangers = set()
-                if strangers:
-                    self._move(bin_fd, root, upload.directory, strangers, 0o777)
-                for each in sorted(present - strangers):
-                    os.unlink(each, dir_fd=bin_fd)
-        finally:
-            os.close(bin_fd)
-        with contextlib.suppress(FileNotFoundError):  # put back as a whole
-            os.rmdir(name, dir_fd=trash)
-        os.fsync(trash)
-        if changed:
-            raise OSError(errno.EBUSY, f"{sorted(changed)[0]} changed after its upload")
-
-    def _put_back(
-        self, root: int, trash: int, bin_fd: int, upload: Upload, present: set[str]
-    ) -> None:
-        try:
-            os.rename(str(upload.seq), upload.directory, src_dir_fd=trash, dst_dir_fd=root)
-        except OSError:  # a new directory of that name is there already
-            self._move(bin_fd, root, upload.directory, present, 0o777)
+    @staticmethod
+    def _empty(root: int, trash: int, upload: Upload) -> None:
+        """Removes from the trash what was sent, if all of it is as it was sent; else it goes back,
+        over nothing: a new recording may be there."""
+        present = set(os.listdir(trash))
+        taken = {upload.place(f): f for f in upload.files if upload.place(f) in present}
+        if changed := not_as_sent(trash, taken):
+            with held(subdirectory(root, upload.directory, 0o777)) as folder:
+                there = set(os.listdir(folder))
+                for place, file in taken.items():
+                    if file["name"] in there:
+                        raise FileExistsError(errno.EEXIST, f"{file['name']} is there already")
+                    os.rename(place, file["name"], src_dir_fd=trash, dst_dir_fd=folder)
+            raise changed
+        for place in taken:
+            os.unlink(place, dir_fd=trash)
+        if taken:
+            os.fsync(trash)
 
 
 # ==================================================================================================
@@ -4519,7 +4389,7 @@ class Files(Delivery):
             verdict, url, answer = yield from self._transfer(entry, ready)
             if verdict.fate is not Fate.SENT:
                 return verdict
-            if not agent.recordings.unchanged(ready):
+            if not ready.unchanged():
                 raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file changed while it was sent")
             self._confirmed(entry, ready, verdict, url, answer, generation)
             return verdict
@@ -4661,7 +4531,11 @@ class Deletions(Job):
                 due = time.monotonic() + 60.0
                 text = f"uploaded recordings cannot be deleted: {trouble}"
                 self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
-            yield Wait(due)
+            # Not anew for each upload: a round looks at all that are watched.
+            soon = time.monotonic() + self.agent.config.delete_after / 10
+            yield Wait(max(due, soon))
+            while time.monotonic() < soon:
+                yield Wait(soon)
 
     def _round(self) -> Steps[float]:
         """A look at each of them; when the next one is due."""
@@ -4676,33 +4550,25 @@ class Deletions(Job):
     def _try(self, upload: Upload) -> float:
         """In how many seconds it is to be looked at again; never, when it is gone."""
         agent, quiet = self.agent, self.agent.config.delete_after
+        where = upload.directory
         with agent.recordings.root(agent.session.root_id, agent.adopt_root) as root:
-            if wait := agent.recordings.until_quiet(root, upload, quiet):
-                return wait
             try:
-                result = self._remove(root, upload)
-            except (psycopg.Error, KeyError, TypeError) as met:  # must not end deliveries
-                result = Removal(error=f"{upload.directory}: {met!r}")
-        if result.error:
-            return self._failed(upload, clean(result.error, MASKING.known))
-        if not result.done:
-            return result.wait
-        self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=upload.directory)
+                if upload.root_id not in (None, agent.session.root_id):
+                    raise OSError(errno.EXDEV, "left on the old disk, of which it was uploaded")
+                if wait := agent.recordings.until_quiet(root, where, quiet, agent.once):
+                    return wait
+                wanted = self._wanted(upload)
+                if wanted == "pending":
+                    return 60.0
+                everything = agent.config.extra_files == "delete" and not wanted
+                agent.recordings.remove(root, upload, everything)
+            except (OSError, psycopg.Error, KeyError, TypeError) as met:  # deliveries go on
+                why = getattr(met, "strerror", None) or repr(met)
+                return self._failed(upload, clean(f"{where}: {why}", MASKING.known))
+        self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=where)
         agent.voice.tally.removed += 1
         self.repeats.over(f"deletion {upload.seq}")
         return float("inf")
-
-    def _remove(self, root: int, upload: Upload) -> Removal:
-        agent = self.agent
-        if upload.root_id not in (None, agent.session.root_id):
-            text = f"{upload.directory}: left on the old disk, of which it was uploaded"
-            return Removal(error=text)
-        wanted = self._wanted(upload)
-        if wanted == "pending":
-            return Removal(wait=60.0)
-        alone = agent.config.extra_files == "delete" and not wanted
-        upload = replace(upload, alone=alone)
-        return agent.recordings.remove(root, upload, agent.config.delete_after)
 
     def _wanted(self, upload: Upload) -> str:
         """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
@@ -5195,7 +5061,7 @@ def settings_answer(name: str, answer: Answer) -> dict[str, Any]:
     """What the frontend says of a section; NotNow for anything but the contract's words."""
     said: Any = None
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(answer.body, parse_constant=_no_constant)
+        said = json.loads(answer.body, parse_constant=int)  # which refuses NaN
     key = SOURCES[name][1]
     good = answer.status == 200 and answer.complete and isinstance(said, dict)
     if not good or said.get("ok") is not True:
@@ -9173,6 +9039,15 @@ def bytes_in(path: str) -> int:
     with contextlib.suppress(PermissionError):
         return size_of(path, float("inf"), 1) or 0
     return 0
+
+
+def calls_on_disk(root: int) -> Iterator[tuple[str, float]]:
+    """The directories of calls and their mtimes, one at a time: there may be 100,000."""
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".serversync") and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime
 
 
 def audio_time(root: int, name: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import serversync
 from agent import Agent, AgentFactory, run_once
 from backend import Backend, Call, write_wav
 from frontend import Frontend, Reply
@@ -94,6 +95,40 @@ def test_a_clock_that_cannot_be_trusted_does_not_shorten_the_quiet_time(
     assert time.monotonic() - started >= 3
 
 
+def test_once_goes_by_the_newest_time_stamp(
+    db: Database, backend: Backend, agent: AgentFactory
+) -> None:
+    old, new = backend.end_call(events=0), backend.end_call(events=0)
+    long_ago = time.time() - 4000
+    for path in (old.wav, old.meta, old.directory, new.wav, new.directory):
+        os.utime(path, (long_ago, long_ago))
+
+    for _ in range(2):
+        assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 0
+
+    assert not old.directory.exists()
+    assert files_of(new.directory) == {"mixed.wav", "meta.json"}
+    assert uploads(db) == [new.seq("recording_file")]
+
+
+def test_more_directories_than_can_be_watched_at_once_have_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serversync, "WATCHED_MAX", 2)
+    left = [str(number) for number in range(7)]
+    for name in left:
+        (tmp_path / name).mkdir()
+    recordings, root = serversync.Recordings(str(tmp_path)), os.open(tmp_path, os.O_RDONLY)
+
+    def still() -> bool:
+        left[:] = [name for name in left if recordings.until_quiet(root, name, 0.05, False)]
+        return not left
+
+    assert not still() and len(left) == 7
+    wait_until(still, what="the last one", state=lambda: str(left))
+    os.close(root)
+
+
 # -- what -----------------------------------------------------------------------------------------
 
 
@@ -116,6 +151,20 @@ def test_files_that_were_never_uploaded_stay_unless_the_configuration_says_other
     assert len(frontend.uploads) == 2
 
 
+def test_a_directory_in_the_calls_directory_stays(
+    db: Database, backend: Backend, agent: AgentFactory
+) -> None:
+    call = backend.end_call(events=0, extra_files=("b_leg.wav",))
+    (call.directory / "notes").mkdir()
+    (call.directory / "notes" / "note.txt").write_text("not ours")
+
+    assert agent.once(SYNC_EXTRA_FILES="delete").returncode == 0
+
+    assert files_of(call.directory) == {"notes"}
+    assert files_of(call.directory / "notes") == {"note.txt"}
+    assert not uploads(db)
+
+
 @pytest.mark.parametrize("extra", ["keep", "delete"])
 def test_a_second_recording_of_the_directory_that_grew_after_its_upload_stays(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, extra: str
@@ -128,7 +177,7 @@ def test_a_second_recording_of_the_directory_that_grew_after_its_upload_stays(
 
     result = agent.once(SYNC_EXTRA_FILES=extra)
 
-    assert "again../mixed.mp3 changed after its upload" in result.stderr
+    assert "again..: mixed.mp3 changed after its upload" in result.stderr
     assert {"mixed.mp3", "b_leg.wav"} <= files_of(first.directory)
     assert not first.wav.exists()
     assert uploads(db) == [second.seq("recording_file")]
@@ -238,7 +287,7 @@ def test_a_file_that_changed_after_its_upload_is_kept_and_said(
 
     running = agent()
     name = "meta.json" if change is transcribe else "mixed.wav"
-    running.wait_log(f"{call.call_id}/{name} changed after its upload")
+    running.wait_log(f"{call.call_id}: {name} changed after its upload")
 
     wait_until(lambda: not other.directory.exists(), what="the other one", state=running.log)
     assert {path.name: path.read_bytes() for path in call.directory.iterdir()} == content
@@ -278,7 +327,7 @@ def test_a_file_that_changes_in_the_last_moment_comes_back_from_the_trash(
     slowly = ["-e", "trace=renameat", "-e", "inject=renameat:delay_enter=1000000"]
     running = agent(strace=slowly)
     trace = running.strace_path
-    wait_until(lambda: trace.exists() and f'"{seq}"' in trace.read_text(), what="the rename")
+    wait_until(lambda: trace.exists() and "mixed.wav" in trace.read_text(), what="the rename")
     append(call)
     content = call.wav.read_bytes()
 
@@ -287,7 +336,7 @@ def test_a_file_that_changes_in_the_last_moment_comes_back_from_the_trash(
     assert "mixed.wav changed after its upload" in running.log()
     assert files_of(call.directory) == {"mixed.wav", "meta.json"}
     assert call.wav.read_bytes() == content
-    moves = [line for line in trace.read_text().splitlines() if call.call_id in line]
+    moves = [line for line in trace.read_text().splitlines() if "mixed.wav" in line]
     assert len(moves) >= 2  # there and back
     assert_trash_is_empty(backend)
     assert len(frontend.uploads) == 1
@@ -374,51 +423,60 @@ def uploaded(backend: Backend, agent: AgentFactory) -> Call:
     return call
 
 
-def bin_of(backend: Backend, call: Call) -> Path:
-    trash = backend.recordings_dir / TRASH
+def trash_place(call: Call, path: Path) -> Path:
+    trash = call.directory.parent / TRASH
     trash.mkdir(mode=0o700, exist_ok=True)
-    return trash / str(call.seq("recording_file"))
+    return trash / f"{call.seq('recording_file')}-{path.stat().st_ino}"
 
 
-def all_of_it(bin_: Path, call: Call) -> None:
-    call.directory.rename(bin_)
+def throw_away(call: Call, *paths: Path) -> list[Path]:
+    """As far as the agent comes before a kill."""
+    return [path.rename(trash_place(call, path)) for path in paths]
 
 
-def half_of_it(bin_: Path, call: Call) -> None:
-    call.directory.rename(bin_)
-    (bin_ / "meta.json").unlink()
+def all_of_it(call: Call) -> None:
+    throw_away(call, call.wav, call.meta)
 
 
-def nothing_but_the_bin(bin_: Path, call: Call) -> None:
+def all_of_it_and_its_directory_is_gone(call: Call) -> None:
+    all_of_it(call)
+    call.directory.rmdir()
+
+
+def half_of_it(call: Call) -> None:
+    all_of_it(call)
+    next((call.directory.parent / TRASH).iterdir()).unlink()
+
+
+def nothing_but_the_directory(call: Call) -> None:
+    call.wav.unlink()
+    call.meta.unlink()
+
+
+def nothing_at_all(call: Call) -> None:
     shutil.rmtree(call.directory)
-    bin_.mkdir()
 
 
-def nothing_at_all(bin_: Path, call: Call) -> None:
-    shutil.rmtree(call.directory)
+def one_file(call: Call) -> None:
+    throw_away(call, call.wav)
 
 
-def one_file_in_the_bin(bin_: Path, call: Call) -> None:
-    bin_.mkdir()
-    call.meta.rename(bin_ / "meta.json")
-
-
-def an_empty_bin(bin_: Path, call: Call) -> None:
-    bin_.mkdir()
+def the_other_file(call: Call) -> None:
+    throw_away(call, call.meta)
 
 
 @pytest.mark.parametrize(
     "leave",
     [
-        all_of_it, half_of_it, nothing_but_the_bin, nothing_at_all, one_file_in_the_bin,
-        an_empty_bin,
+        all_of_it, all_of_it_and_its_directory_is_gone, half_of_it, nothing_but_the_directory,
+        nothing_at_all, one_file, the_other_file,
     ],
 )  # fmt: skip
 def test_trash_that_a_kill_left_is_finished_at_the_start(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
-    leave: Callable[[Path, Call], None],
+    leave: Callable[[Call], None],
 ) -> None:  # fmt: skip
-    leave(bin_of(backend, uploaded), uploaded)
+    leave(uploaded)
 
     result = agent.once()
 
@@ -428,18 +486,20 @@ def test_trash_that_a_kill_left_is_finished_at_the_start(
     assert len(frontend.uploads) == 1
 
 
-def test_strangers_in_the_trash_go_back(
-    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
+@pytest.mark.parametrize("name", ["mixed.wav", "meta.json"])
+@pytest.mark.parametrize("extra", ["keep", "delete"])
+def test_what_comes_while_the_trash_is_not_empty_stays(
+    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call, name: str, extra: str
 ) -> None:
-    bin_ = bin_of(backend, uploaded)
-    uploaded.directory.rename(bin_)
-    (bin_ / "b_leg.wav").write_text("never uploaded")
+    throw_away(uploaded, uploaded.wav, uploaded.meta)
+    (uploaded.directory / name).write_text("a new call's")
+    (uploaded.directory / "b_leg.wav").write_text("never uploaded")
 
-    assert agent.once().returncode == 0
+    result = agent.once(SYNC_EXTRA_FILES=extra)
 
-    assert files_of(uploaded.directory) == {"b_leg.wav"}
+    assert f"{uploaded.call_id}: {name} changed after its upload" in result.stderr
+    assert (uploaded.directory / name).read_text() == "a new call's"
     assert (uploaded.directory / "b_leg.wav").read_text() == "never uploaded"
-    assert not uploads(db)
     assert_trash_is_empty(backend)
 
 
@@ -448,10 +508,9 @@ def test_what_changed_before_it_came_into_the_trash_goes_back_as_a_whole(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
     there: bool,
 ) -> None:  # fmt: skip
-    bin_ = bin_of(backend, uploaded)
-    uploaded.directory.rename(bin_)
-    (bin_ / "mixed.wav").write_text("something else")
-    (bin_ / "b_leg.wav").write_text("never uploaded")
+    wav, _ = throw_away(uploaded, uploaded.wav, uploaded.meta)
+    wav.write_text("something else")
+    uploaded.directory.rmdir()
     if there:
         uploaded.directory.mkdir()
         (uploaded.directory / "new.wav").write_text("new")
@@ -460,7 +519,7 @@ def test_what_changed_before_it_came_into_the_trash_goes_back_as_a_whole(
 
     assert result.returncode == 0
     assert "mixed.wav changed after its upload" in result.stderr
-    expected = {"mixed.wav", "meta.json", "b_leg.wav"} | ({"new.wav"} if there else set())
+    expected = {"mixed.wav", "meta.json"} | ({"new.wav"} if there else set())
     assert files_of(uploaded.directory) == expected
     assert uploaded.wav.read_text() == "something else"
     assert uploads(db) == [uploaded.seq("recording_file")]
@@ -471,45 +530,47 @@ def test_what_changed_before_it_came_into_the_trash_goes_back_as_a_whole(
 def test_what_comes_back_from_the_trash_never_overwrites_a_new_recording(
     db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
 ) -> None:
-    bin_ = bin_of(backend, uploaded)
-    uploaded.directory.rename(bin_)
-    (bin_ / "mixed.wav").write_text("changed after its upload")
-    uploaded.directory.mkdir()
+    meta = uploaded.meta.read_text()
+    wav, _ = throw_away(uploaded, uploaded.wav, uploaded.meta)
+    wav.write_text("changed after its upload")
     uploaded.wav.write_text("a new call's")
 
     for _ in range(2):
         result = agent.once()
-        assert result.returncode == 0 and "cannot be deleted" in result.stderr
-        texts = {path.read_text() for path in backend.recordings_dir.rglob("mixed.wav")}
-        assert texts == {"changed after its upload", "a new call's"}
+        assert result.returncode == 0 and "mixed.wav is there already" in result.stderr
+        assert wav.read_text() == "changed after its upload"
         assert uploaded.wav.read_text() == "a new call's"
+        assert files_of(uploaded.directory) == {"mixed.wav"}
+        assert meta in {path.read_text() for path in wav.parent.iterdir()}
 
 
-# With strangers each of our files is moved, else the whole directory; then both files and the bin
-# are removed.
-WHOLE = [("renameat", 1), ("unlinkat", 1), ("unlinkat", 2), ("unlinkat", 3)]
-FILE_BY_FILE = [("renameat", 1), ("renameat", 2), *WHOLE[1:]]
+# Each of our files is moved, then both are removed, and the directory, if nothing else is in it.
+STEPS = [("renameat", 1), ("renameat", 2), ("unlinkat", 1), ("unlinkat", 2)]
+ALL: dict[str, Any] = {"SYNC_EXTRA_FILES": "delete"}
 
 
 @pytest.mark.parametrize(
-    ("steps", "extra"),
-    [(WHOLE, ()), (FILE_BY_FILE, ("b_leg.wav",))],
-    ids=["all of it", "with a b_leg"],
+    ("steps", "extra", "settings"),
+    [
+        ([*STEPS, ("unlinkat", 3)], (), {}),
+        (STEPS, ("b_leg.wav",), {}),
+        ([*STEPS, ("unlinkat", 3), ("unlinkat", 4), ("unlinkat", 5)], ("a.wav", "b.wav"), ALL),
+    ],
+    ids=["all of it", "with a b_leg", "with others that go, too"],
 )
 def test_a_kill_at_any_step_of_a_deletion_is_finished_by_the_next_start(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, tmp_path: Path,
-    steps: list[tuple[str, int]], extra: tuple[str, ...],
+    steps: list[tuple[str, int]], extra: tuple[str, ...], settings: dict[str, Any],
 ) -> None:  # fmt: skip
-    backend.end_call(events=0)
-    assert agent.once().returncode == 0  # makes the marker, with a rename of its own
     for name, number in steps:
         call = backend.end_call(events=0, extra_files=extra)
         inject = ("-e", f"trace={name}", "-e", f"inject={name}:signal=KILL:when={number}")
-        killed = run_once(agent.env(), prefix=("strace", "-f", "-o", str(tmp_path / "x"), *inject))
+        prefix = ("strace", "-f", "-o", str(tmp_path / "x"), *inject)
+        killed = run_once(agent.env(**settings), prefix=prefix)
         assert killed.returncode < 0
         assert uploads(db) == [call.seq("recording_file")]
-        assert agent.once().returncode == 0
-        assert files_of(call.directory) == set(extra)
+        assert agent.once(**settings).returncode == 0
+        assert files_of(call.directory) == (set() if settings else set(extra))
         assert frontend.files[call.call_log_id].count == 1
         assert not uploads(db)
         assert_trash_is_empty(backend)
@@ -533,13 +594,11 @@ def linked_trash(call: Call, outside: Path) -> None:
     (call.directory.parent / TRASH).symlink_to(outside)
 
 
-def linked_bin(call: Call, outside: Path) -> None:
-    shutil.copytree(call.directory, outside / "copy", copy_function=os.link)
-    bin_ = call.directory.parent / TRASH / str(call.seq("recording_file"))
-    bin_.symlink_to(outside / "copy")
+def linked_in_the_trash(call: Call, outside: Path) -> None:
+    trash_place(call, call.wav).symlink_to(outside / "precious.wav")
 
 
-@pytest.mark.parametrize("trap", [linked_directory, linked_file, linked_trash, linked_bin])
+@pytest.mark.parametrize("trap", [linked_directory, linked_file, linked_trash, linked_in_the_trash])
 def test_a_link_that_was_swapped_in_leads_to_nothing_outside(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, tmp_path: Path,
     trap: Callable[[Call, Path], None],

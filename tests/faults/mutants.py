@@ -101,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "the file is not looked at again after sending",
-        "if not agent.recordings.unchanged(ready):",
+        "if not ready.unchanged():",
         "if False:",
         story="a file changes while it is sent",
     ),
@@ -368,27 +368,26 @@ MUTANTS = [
     ),
     Mutant(
         "the file is deleted as it is, whatever was sent",
-        "return stat.S_ISREG(status.st_mode) and signature(name, status) in upload.files",
-        "return stat.S_ISREG(status.st_mode)",
+        'if signature(file["name"], status) != file:',
+        "if False:",
         story="a file changes after it was sent",
     ),
     Mutant(
         "others' files go, too",
-        "                self._take_some(folder, trash, upload, ours)\n",
-        "                for each in present:\n"
-        "                    os.unlink(each, dir_fd=folder)\n",
+        "if whole and ours:",
+        "if ours:",
         story="deletion waits",
     ),
     Mutant(
         "no quiet time before a deletion",
-        "            if wait > 0:\n                return Removal(wait=wait)\n",
-        "",
+        'if wait or wanted == "pending":',
+        'if wanted == "pending":',
         story="deletion waits",
     ),
     Mutant(
         "a clock that cannot be trusted is trusted",
-        "if age >= quiet and newest > 1.6e9 and not self._clock_stepped(quiet):",
-        "if abs(age) >= quiet:",
+        "max(0.0, time.time() - changed)",
+        "abs(time.time() - changed)",
         story="deletion waits",
     ),
     Mutant(
@@ -399,9 +398,8 @@ MUTANTS = [
     ),
     Mutant(
         "the trash of a kill is not emptied",
-        "            try:\n                self._empty(root, trash, upload)\n"
-        "                return self._remove(root, trash, upload, quiet)\n",
-        "            try:\n                return self._remove(root, trash, upload, quiet)\n",
+        "            self._empty(root, trash, upload)\n            try:\n",
+        "            try:\n",
         (DELETION, "tests/faults/test_kills.py"),
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,15 @@ MARKED = """
     select id, entity_id::text from sync_outbox
     where processed_at is not null and entity_type <> 'recording_file' and id > %s
 """
+
+
+def in_trash(root: Path, seq: int | str, call: Call) -> bool:
+    """Whether the audio is there; its name says whose it is, and not what."""
+    for path in (root / TRASH).glob(f"{seq}-*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_size == call.size:
+                return True
+    return False
 
 
 @dataclass
@@ -96,8 +106,7 @@ class Oracle:
     def _on_disk(self, call: Call) -> bool:
         if call.wav.exists():
             return True
-        trash = self.backend.recordings_dir / TRASH
-        return any(trash.glob(f"*/{call.wav.name}")) and self.confirmed(call)
+        return in_trash(self.backend.recordings_dir, "*", call) and self.confirmed(call)
 
     def _dead(self) -> list[tuple[int, str, str]]:
         if self.db.value("select to_regclass('serversync.dead_letters')") is None:

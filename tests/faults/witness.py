@@ -13,7 +13,7 @@ from pathlib import Path
 
 from backend import Backend, Call
 from frontend import Frontend, Request
-from oracle import TRASH
+from oracle import TRASH, in_trash
 from pg import Database
 
 FILE_TYPE = "recording_file"
@@ -358,13 +358,13 @@ class Witness:
         return path.exists() or (self.away / path.relative_to(self.backend.recordings_dir)).exists()
 
     def on_disk(self, call: Call) -> bool:
-        trash = self.backend.recordings_dir / TRASH
-        places = [
-            call.wav,
-            *(trash / str(row.seq) / call.wav.name for row in self.recordings(call.recording_id)),
-            call.wav,  # it may have gone back
-        ]
-        return any(self._exists(place) for place in places)
+        rows = self.recordings(call.recording_id)
+        roots = (self.backend.recordings_dir, self.away)
+        return (
+            self._exists(call.wav)
+            or any(in_trash(root, row.seq, call) for root in roots for row in rows)
+            or self._exists(call.wav)  # it may have gone back
+        )
 
     def unfinished(self) -> list[str]:
         """What is not through yet; empty when the faults have stopped and time has passed."""
