@@ -94,9 +94,7 @@ import urllib3
 from psycopg import generators
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from systemd import daemon, journal
-from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.util import parse_url
-from urllib3.util.ssl_match_hostname import CertificateError
 
 __version__ = "0.2.0"
 
@@ -2574,17 +2572,15 @@ BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands arou
 
 # ==================================================================================================
 # HTTP
-# One request in, one Answer out, pushed by whoever drives the generator. urllib3 connects (TLS,
-# verification, socket options), http.client reads the answer. Decides nothing, follows nothing.
+# One request in, one Answer out, pushed by whoever drives the generator; http.client reads the
+# answer. Decides nothing, follows nothing.
 # ==================================================================================================
 
 ANSWER_MAX: Final = 64 * 1024
-SETTINGS_MAX: Final = 2 * 1024 * 1024  # parsed it takes many times that, and the unit has 128 MB
-AUDIO_MAX: Final = 10 * 1024 * 1024
 AUDIO_RATE: Final = 20_000  # bytes a second: less is given up, and tried again later
 HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
-READ_SEC: Final = 5.0  # for an answer that has begun, where nothing is streamed
+READ_SEC: Final = 5.0  # for the head of an answer, and for each piece: all others wait meanwhile
 STALL_SEC: Final = 60.0
 STALL_RATE: Final = 1000  # less than 1 kB/s for 60 s ends an upload
 LEAST_RATE: Final = 5000  # bytes a second: how long entries may take at most
@@ -2609,66 +2605,70 @@ Sink = Callable[[bytes], object]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a body that stands in a file."""
-
-    fd: int
-    size: int
-    name: str
-
-
 class Outgoing:
-    """What goes out, by its position: texts, and a file that is read into a fixed buffer."""
+    """What is asked, and how long that may take."""
 
-    def __init__(self, parts: Sequence[bytes | Part], piece: int) -> None:
-        self.parts = [(part, part.size if isinstance(part, Part) else len(part)) for part in parts]
-        self.size = sum(size for _, size in self.parts)
-        self._buffer = bytearray(piece if any(isinstance(part, Part) for part in parts) else 0)
-        self._held = range(0)
-        self._piece = piece
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    patience: float  # seconds to connect, without progress, and for the answer
+    most: float = float("inf")  # for all of it
+    body: bytes = b""
+    file: Ready | None = None  # follows the body
+    tail: bytes = b""
+    rate: float = float("inf")  # bytes a second, at most
+    answer_max: int = ANSWER_MAX
+    sink: Sink | None = None  # takes the body of a 200 in pieces
 
-    def at(self, position: int) -> memoryview:
-        """What stands there, as much as is sent at once."""
-        for part, size in self.parts:
-            if position < size and not isinstance(part, Part):
-                return memoryview(part)[position : position + self._piece]
-            if position < size:
-                assert isinstance(part, Part)
-                return self._of_file(part, position)
-            position -= size
-        return memoryview(b"")
+    @property
+    def size(self) -> int:
+        return len(self.body) + (self.file.size if self.file else 0) + len(self.tail)
 
-    def _of_file(self, part: Part, start: int) -> memoryview:
-        if start not in self._held:
-            want = min(self._piece, part.size - start)
-            try:
-                got = os.preadv(part.fd, [memoryview(self._buffer)[:want]], start)
-            except OSError as error:
-                raise local_trouble(error, part.name) from None
-            if not got:
-                raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file shrank while it was sent")
-            self._held = range(start, start + got)
-        return memoryview(self._buffer)[start - self._held.start : len(self._held)]
+    def pieces(self, head: bytes, most: int) -> Iterator[bytes]:
+        """What is sent, as much as is sent at once: a small body in one packet with its head."""
+        most = max(1, int(min(most, self.rate / 4)))
+        yield head + self.body[:most]
+        for at in range(most, len(self.body), most):
+            yield self.body[at : at + most]
+        if self.file is not None:
+            yield from file_pieces(self.file, most)
+            yield self.tail
 
 
-class _Source(io.RawIOBase):
-    """The socket as http.client reads it: up to a limit, and what was looked at comes first.
-    http.client alone takes heads of 6 MB, and reads without end after a chunk size of -1."""
+def file_pieces(file: Ready, most: int) -> Iterator[bytes]:
+    for at in range(0, file.size, most):
+        want = min(most, file.size - at)
+        try:
+            piece = os.pread(file.fd, want, at)
+        except OSError as error:
+            raise local_trouble(error, file.name) from None
+        if len(piece) < want:
+            raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file shrank while it was sent")
+        yield piece
 
-    def __init__(self, sock: Any, most: int) -> None:
-        self._sock, self._left = sock, HEAD_MAX + most
-        self._early = b""
+
+class Source(io.RawIOBase):
+    """The socket as http.client reads it: up to a limit, until a deadline. http.client alone takes
+    heads of 6 MB, and reads without end after a chunk size of -1."""
+
+    def __init__(self, sock: socket.socket, process: Process, most: int = 0) -> None:
+        self.until = 0.0
+        self._sock, self._process, self._left = sock, process, most
+        self._early: bytes | None = None  # what was read to know whether it is there
         self._error: OSError | None = None
+
+    def makefile(self, *_: object) -> io.BufferedReader:
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
 
     def arrived(self) -> bool:
-        """Whether an answer has begun, or the end is here. Under TLS a readable socket may only
-        hold session tickets: a byte is read to know."""
-        if not self._early:
+        """Whether there is something to read, if only the end. Under TLS a readable socket may
+        only hold session tickets: it is read to know."""
+        if self._early is None and self._error is None:
             try:
-                self._early = self._sock.recv(1)
+                self._early = self._sock.recv(8192)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return False
             except OSError as error:
@@ -2676,39 +2676,23 @@ class _Source(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """The deadline is one for all that is read: a byte every 0.4 s outlives a socket's own
+        time-out, and a signal does not end a recv (PEP 475)."""
         if self._left <= 0:
             raise http.client.HTTPException("an answer that is too long, or of no length")
+        while not self.arrived():
+            if time.monotonic() >= self.until:
+                raise TimeoutError("the answer did not end in time")
+            select.select([self._sock], [], [], TICK)
+            self._process.check()
+            self._process.progress()
         if self._error is not None:
             raise self._error
-        if self._early:
-            memoryview(buffer)[:1], self._early = self._early, b""
-            got = 1
-        else:
-            got = self._sock.recv_into(buffer, min(len(buffer), self._left))
+        early = self._early or b""
+        got = min(len(buffer), len(early), self._left)
+        buffer[:got], self._early = early[:got], early[got:] or None
         self._left -= got
         return got
-
-
-class _Reader(io.BufferedReader):
-    """What http.client takes for a socket, and reads one response after the other from (1xx)."""
-
-    def makefile(self, *_: object) -> _Reader:
-        return self
-
-    def close(self) -> None:
-        """Not with the first response."""
-
-
-@dataclass
-class Limits:
-    """How long a request may take."""
-
-    connect: float
-    idle: float  # without progress of the body
-    answer: float  # from the end of the body to the answer
-    most: float = float("inf")  # for all of it
-    rate: float = 0.0  # bytes a second; 0: no limit
-    least: float = 0.0  # bytes a second: less for a minute is the end
 
 
 class Wire:
@@ -2717,363 +2701,199 @@ class Wire:
     def __init__(self, config: Config, process: Process, keep: bool = True) -> None:
         self.process, self.keep = process, keep
         self.url = parse_url(config.frontend_base_url)
-        self.tls = tls_context(config) if self.url.scheme == "https" else None
-        if (
-            self.tls
-            and not hasattr(urllib3, "BaseHTTPResponse")
-            and re.fullmatch(r"[\d.]+|\[.*\]", self.url.host or "")
-        ):
-            # urllib3 1.26 names no host to ssl for an IP address, and compares it by itself.
-            self.tls.check_hostname = False
         self.base = (self.url.path or "").rstrip("/")
+        self.tls = tls_context(config) if self.url.scheme == "https" else None
+        self.sock: socket.socket | None = None
         self.sent = 0  # of the request under way
-        self._conn: Any = None
         self._used = 0.0
+        self._headers = {
+            "Host": self.url.netloc or "",
+            "User-Agent": f"serversync/{__version__}",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+            "X-Serversync-Device": config.device_id,
+        }
+        if config.token:
+            self._headers["Authorization"] = f"Bearer {config.token}"
 
     def close(self) -> None:
-        if self._conn is not None:
-            with contextlib.suppress(OSError):
-                self._conn.close()
-        self._conn = None
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
 
-    def exchange(
-        self, method: str, path: str, headers: Mapping[str, str], body: Sequence[bytes | Part] = (),
-        limits: Limits | None = None, answer_max: int = ANSWER_MAX, sink: Sink | None = None,
-    ) -> Steps[Answer]:  # fmt: skip
+    def exchange(self, request: Outgoing) -> Steps[Answer]:
         """One request; a reset on a kept connection is tried once more on a fresh one."""
-        limits = limits or Limits(30.0, 30.0, 30.0)
-        kept = self._conn is not None and time.monotonic() - self._used < IDLE_MAX
-        if not kept or _Source(self._conn.sock, 0).arrived():  # an answer that nobody asked for
-            self.close()
-            kept = False
-        head = self._head(method, path, headers)
+        old = time.monotonic() - self._used > IDLE_MAX
+        if self.sock is not None and (old or Source(self.sock, self.process).arrived()):
+            self.close()  # what has arrived is an answer that nobody asked for, or the end
+        kept = self.sock is not None
         try:
-            while True:
-                one = Exchange(self, method, limits, answer_max, sink)
-                answer = yield from one.run(head, body)
-                if answer.trouble is not Trouble.RESET or not kept:
-                    return answer
-                kept = False
+            answer = yield from Exchange(self, request).run()
+            if kept and answer.trouble is Trouble.RESET:
+                answer = yield from Exchange(self, request).run()
+            return answer
         finally:
             self._used = time.monotonic()
             if not self.keep:
                 self.close()
 
-    def _head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+    def head(self, request: Outgoing) -> bytes:
         """Paths are checked by the configuration or quoted, values are ours."""
-        host = self.url.host or ""
-        host += f":{self.url.port}" if self.url.port else ""
-        lines = [f"{method} {self.base}{path} HTTP/1.1", f"Host: {host}"]
+        headers = {**self._headers, **request.headers}
+        if request.method == "POST":
+            headers["Content-Length"] = str(request.size)
+        lines = [f"{request.method} {self.base}{request.path} HTTP/1.1"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join([*lines, "", ""]).encode("ascii")
 
-    def connected(self, limits: Limits) -> Any:
+    def connected(self, request: Outgoing) -> socket.socket:
         """The socket, non-blocking; made where there is none."""
-        if self._conn is None:
-            options = [
-                *HTTPConnection.default_socket_options,
-                (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT),
-            ]
-            if limits.rate:  # no burst into a buffer
-                options.append((socket.SOL_SOCKET, socket.SO_SNDBUF, max(int(limits.rate), 4096)))
-            where: dict[str, Any] = {"port": self.url.port, "timeout": limits.connect}
+        if self.sock is None:
             host = (self.url.host or "").strip("[]")
-            conn: Any
-            if self.tls is None:
-                conn = HTTPConnection(host, **where, socket_options=options)
-            else:
-                conn = HTTPSConnection(host, **where, socket_options=options, ssl_context=self.tls)
-                conn.assert_hostname = None  # urllib3 1.26 asks for it where we compare no name
-            try:
-                with self.process.deadline(limits.connect, None):
-                    look_up(host)
-                    conn.connect()
-            except BaseException:
-                conn.close()
-                raise
-            conn.sock.setblocking(False)
-            self._conn = conn
-        return self._conn.sock
-
-    def shut(self) -> None:
-        if self._conn is not None and self._conn.sock is not None:
-            shut_socket(self._conn.sock.fileno())
+            port = self.url.port or (443 if self.tls else 80)
+            with self.process.deadline(request.patience, None):
+                look_up(host)
+                sock = socket.create_connection((host, port), request.patience)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT)
+                if request.rate < float("inf"):  # no burst into a buffer
+                    least = max(int(request.rate), 4096)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, least)
+                if self.tls is not None:
+                    sock = self.tls.wrap_socket(sock, server_hostname=host.rstrip("."))
+            sock.setblocking(False)
+            self.sock = sock
+        return self.sock
 
 
 class Exchange:
     """One request on one connection, and its answer."""
 
-    def __init__(
-        self, wire: Wire, method: str, limits: Limits, answer_max: int, sink: Sink | None
-    ) -> None:
-        self.wire, self.method, self.limits = wire, method, limits
-        self.answer_max, self.sink = answer_max, sink
-        self.started = time.monotonic()
-        self.sock: Any = None
-        self.sent = 0
-        self.size = 0  # of the body
+    def __init__(self, wire: Wire, request: Outgoing) -> None:
+        self.wire, self.request = wire, request
+        head = wire.head(request)
+        self.size = len(head) + request.size
+        self.pieces = request.pieces(head, PIECE if wire.tls is None else PIECE_TLS)
+        self.piece = next(self.pieces)
+        self.due = 0.0  # when the rate allows it
+        self.started = self.moved_at = time.monotonic()
+        self.moved = 0  # what the other side had taken by then
         self.steady = False
-        self.late = False  # the end that was met is the one that we made
-        self.broken: Exception | None = None  # while sending; an answer may still be there
 
-    def run(self, head: bytes, body: Sequence[bytes | Part]) -> Steps[Answer]:
-        self.size = sum(part.size if isinstance(part, Part) else len(part) for part in body)
-        first = body[0] if body else b""
-        parts: list[bytes | Part] = [head, *body]
-        if isinstance(first, bytes) and len(first) < PIECE_TLS:  # one packet
-            parts = [head + first, *body[1:]]
+    def run(self) -> Steps[Answer]:
+        wire, connected = self.wire, False
+        wire.sent = 0
         try:
-            self.sock = self.wire.connected(self.limits)
-            source = _Source(self.sock, self.answer_max)
-            piece = PIECE if self.wire.tls is None else PIECE_TLS
-            out = Outgoing(parts, piece)
-            yield from self._send(out, source)
-            yield from self._until_answered(source)
-            complete = self.sent >= out.size
-            return (yield from self._answer(source, complete))
-        except (
-            urllib3.exceptions.HTTPError,
-            http.client.HTTPException,
-            OSError,
-            TimedOut,
-            ValueError,  # http.client's own, of numbers that are none
-        ) as error:
-            connecting = self.sock is None
-            self.wire.close()
-            self.wire.process.check()
-            return self._failed(error, connecting)
+            sock, connected = wire.connected(self.request), True
+            source = Source(sock, wire.process, HEAD_MAX + self.request.answer_max)
+            yield self._push(sock)
+            while not source.arrived():
+                self._check(sock)
+                yield self._push(sock)
+            answer = yield from self._answer(sock, source)
+        except (OSError, ValueError, TimedOut, http.client.HTTPException) as error:
+            wire.close()
+            wire.process.check()
+            said = getattr(error, "verify_message", "") or getattr(error, "strerror", "")
+            detail = str(said or error) or "time is up"
+            answer = Answer(trouble=trouble_of(error, connected), detail=detail)
         except BaseException:
-            self.wire.close()
+            wire.close()
             raise
+        took = time.monotonic() - self.started
+        return replace(answer, steady=self.steady, sent=self.request.size, duration=took)
 
-    # --- out ------------------------------------------------------------------------------------
-
-    def _send(self, out: Outgoing, source: _Source) -> Steps[None]:
-        """Pushes as much as the socket takes, in turns with all others; ends with an answer."""
-        tokens, at = self.limits.rate, time.monotonic()
-        pace = Pace(self.limits, self.sock)
-        turn = at + TURN_SEC
-        while self.sent < out.size:
+    def _push(self, sock: socket.socket) -> Wait:
+        """Sends as much as the socket takes in one turn; returns when to go on."""
+        fd, began = sock.fileno(), time.monotonic()
+        while self.piece:
             now = time.monotonic()
-            tokens, at = min(self.limits.rate, tokens + (now - at) * self.limits.rate), now
-            piece = out.at(self.sent)
-            if self.limits.rate:
-                piece = piece[: max(1, min(int(self.limits.rate / 4), 65536))]
-            if self.limits.rate and tokens < len(piece):
-                missing = (len(piece) - tokens) / self.limits.rate
-                wait = Wait(now + missing, self.sock.fileno(), select.POLLIN)
-            elif now > turn:
-                wait = Wait(0.0, self.sock.fileno(), select.POLLIN)
-            else:
-                got = self._push(piece)
-                if got is None:
-                    return
-                self.sent, tokens = self.sent + got, tokens - got
-                if got:
-                    continue
-                events = select.POLLIN | select.POLLOUT
-                wait = Wait(now + TICK, self.sock.fileno(), events)
-            yield self._bounded(wait)
-            turn, self.wire.sent = time.monotonic() + TURN_SEC, self.sent
-            if source.arrived():
-                return
-            self.steady = pace.check(self.sent)
+            if self.due > now:
+                return Wait(self.due, fd, select.POLLIN)
+            if now > began + TURN_SEC:
+                return Wait(0.0, fd, select.POLLIN)
+            try:
+                sent = sock.send(self.piece)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                return Wait(now + TICK, fd, select.POLLIN | select.POLLOUT)
+            except OSError:  # an answer may be there all the same
+                self.piece = b""
+                break
+            self.wire.sent += sent
+            self.due = max(self.due, now - 1.0) + sent / self.request.rate  # no burst after a stall
+            self.piece = self.piece[sent:] or next(self.pieces, b"")
+        return Wait(began + TICK, fd, select.POLLIN)
 
-    def _push(self, piece: memoryview) -> int | None:
-        """How much went out; None: the connection is broken."""
-        try:
-            return int(self.sock.send(piece))
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            return 0
-        except OSError as error:
-            self.broken = error
-            return None
-
-    def _until_answered(self, source: _Source) -> Steps[None]:
-        """What is still in the kernel's buffer goes out at the link's speed: that is progress."""
-        until, unsent = time.monotonic() + self.limits.answer, 1 << 40
-        while self.broken is None and not source.arrived():
-            now = time.monotonic()
-            if now >= until:
-                raise TimeoutError("no answer in time")
-            queued = unsent_bytes(self.sock)
-            if 0 < queued < unsent:
-                unsent, until = queued, now + self.limits.answer
-            yield self._bounded(Wait(min(until, now + TICK), self.sock.fileno(), select.POLLIN))
-
-    def _bounded(self, wait: Wait) -> Wait:
-        if time.monotonic() - self.started > self.limits.most:
+    def _check(self, sock: socket.socket) -> None:
+        """Whether it goes on: by what the other side has taken, not by what our buffers did."""
+        request, now = self.request, time.monotonic()
+        self.steady = self.steady or bool(self.piece)
+        unconfirmed = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        taken = self.wire.sent - int.from_bytes(unconfirmed, sys.byteorder)
+        patience, least, awaited = request.patience, 1.0, "progress"
+        if request.file is not None:
+            patience, least = STALL_SEC, STALL_SEC * min(STALL_RATE, request.rate / 2)
+        if taken == self.size:  # a second for each 10 MB: it is stored
+            patience, least, awaited = patience + self.size / 10_000_000, 1.0, "answer"
+        if taken - self.moved >= least:
+            self.moved, self.moved_at = taken, now
+        if now - self.moved_at > patience:
+            raise TimeoutError(f"no {awaited} for {patience:.0f} s")
+        if now - self.started > request.most:
             raise TimeoutError("not done in time")
-        return wait
 
-    # --- in -------------------------------------------------------------------------------------
-
-    def _answer(self, source: _Source, complete: bool) -> Steps[Answer]:
-        reader = _Reader(source)
-        self.sock.setblocking(True)
-        with self._reading():
-            response = http.client.HTTPResponse(reader, method=self.method)  # type: ignore[arg-type]
+    def _answer(self, sock: socket.socket, source: Source) -> Steps[Answer]:
+        """Reads it, in turns with all others."""
+        request, until = self.request, self.started + self.request.most
+        source.until = min(time.monotonic() + READ_SEC, until)
+        response = http.client.HTTPResponse(source, method=request.method)  # type: ignore[arg-type]
+        response.begin()
+        while 100 <= response.status < 200:  # 102, 103: the answer follows
+            response.headers = None  # type: ignore[assignment]  # else it has begun
             response.begin()
-            while 100 <= response.status < 200:  # 102, 103: the answer follows
-                response = http.client.HTTPResponse(reader, method=self.method)  # type: ignore[arg-type]
-                response.begin()
-        length = response.headers.get("Content-Length", "0")
-        if not length.strip().isdecimal():  # http.client would read to the connection's end
+        headers = response.headers
+        length = headers.get("Content-Length")
+        if length is not None and not length.strip().isdecimal():
+            # http.client would read to the connection's end.
             raise http.client.HTTPException(f"a length that is no number: {length}")
         text, size = bytearray(), 0
-        sink = self.sink if response.status == 200 else None
-        while size <= self.answer_max:
-            if sink is not None:
-                yield self._bounded(Wait(0.0, self.sock.fileno(), select.POLLIN))
-            with self._reading():
-                piece = response.read(min(8192, self.answer_max + 1 - size))
-            if not piece and response.length:
-                raise http.client.IncompleteRead(bytes(text))
-            if not piece:
-                break
+        take = request.sink if request.sink and response.status == 200 else text.extend
+        while size <= request.answer_max and not response.isclosed():
+            if size:
+                yield Wait(0.0, sock.fileno(), select.POLLIN)
+            source.until = min(time.monotonic() + READ_SEC, until)
+            piece = response.read(min(8192, request.answer_max + 1 - size))
             size += len(piece)
-            if sink is None:
-                text += piece
-            else:
-                sink(piece)
-        whole = size <= self.answer_max
-        if response.will_close or not complete or not whole or response.length:
+            take(piece)
+        whole, complete = size <= request.answer_max, self.wire.sent >= self.size
+        if whole and response.length:
+            raise http.client.IncompleteRead(bytes(text))
+        if response.will_close or not whole or not complete:
             self.wire.close()  # what comes next on a connection must be the next answer
-        elif self.wire.keep:
-            self.sock.setblocking(False)
-        return self._told(response, bytes(text), whole, complete)
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Ends what blocks: a byte every 0.4 s outlives a socket time-out, and a signal does not
-        end a recv (PEP 475)."""
-        left = self.started + self.limits.most - time.monotonic()
-        with self.wire.process.deadline(min(READ_SEC, left), self.wire.shut) as limit:
-            try:
-                yield
-            finally:
-                self.late = self.late or limit.expired
-        if self.late:
-            raise TimeoutError("the answer did not end in time")
-
-    def _told(
-        self, response: http.client.HTTPResponse, text: bytes, whole: bool, complete: bool
-    ) -> Answer:
-        too_long = f"an answer longer than {self.answer_max // 1024} KiB"
         return Answer(
             status=response.status,
-            body=text,
-            retry_after=response.headers.get("Retry-After"),
-            length=response.headers.get("Content-Length"),
-            date=response.headers.get("Date"),
-            etag=response.headers.get("ETag") or "",
-            detail="" if whole else too_long,
-            steady=self.steady,
+            body=bytes(text),
+            retry_after=headers.get("Retry-After"),
+            length=length,
+            date=headers.get("Date"),
+            etag=headers.get("ETag") or "",
+            detail="" if whole else f"an answer longer than {request.answer_max // 1024} KiB",
             complete=complete and whole,
-            sent=self.size,
-            duration=time.monotonic() - self.started,
-        )
-
-    def _failed(self, error: Exception, connecting: bool) -> Answer:
-        met = [*causes(error), *(causes(self.broken) if self.broken else ())]
-
-        def any_of(*kinds: type[BaseException]) -> bool:
-            return any(isinstance(each, kinds) for each in met)
-
-        trouble = Trouble.RESET
-        kinds = (ssl.SSLError, urllib3.exceptions.SSLError, CertificateError)
-        tls = [each for each in met if isinstance(each, kinds)]
-        hung_up = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
-        if connecting:
-            trouble = Trouble.TLS if tls else Trouble.UNREACHABLE
-        elif self.late or any_of(TimeoutError, urllib3.exceptions.TimeoutError):
-            trouble = Trouble.TIMEOUT
-        elif any(not isinstance(each, hung_up) for each in tls):
-            # Under TLS 1.3 our certificate is refused after the handshake.
-            trouble = Trouble.TLS
-        elif any_of(http.client.HTTPException, ValueError) and not any_of(
-            http.client.RemoteDisconnected, http.client.IncompleteRead, OSError
-        ):
-            trouble = Trouble.GARBLED
-        return Answer(
-            trouble=trouble,
-            detail=plain_words(error),
-            steady=self.steady,
-            sent=self.size,
-            duration=time.monotonic() - self.started,
         )
 
 
-class Pace:
-    """Whether a body moves: by what the other side has taken, not by what our buffers did."""
-
-    def __init__(self, limits: Limits, sock: Any) -> None:
-        self.limits, self.sock = limits, sock
-        self._at = self._moved_at = time.monotonic()
-        self._mark = self._moved = 0
-
-    def check(self, sent: int) -> bool:
-        """True while it does; else raises."""
-        now, gone = time.monotonic(), sent - unsent_bytes(self.sock)
-        if gone > self._moved:
-            self._moved, self._moved_at = gone, now
-        least = min(self.limits.least, self.limits.rate / 2 or self.limits.least)
-        if gone - self._mark >= least * STALL_SEC:
-            self._at, self._mark = now, gone
-        if least and now - self._at > STALL_SEC:
-            raise TimeoutError(f"less than {least:g} bytes/s for {STALL_SEC:g} s")
-        if now - self._moved_at > self.limits.idle:
-            raise TimeoutError("the frontend takes nothing")
-        return now - self._moved_at < STALL_SEC
-
-
-def unsent_bytes(sock: Any) -> int:
-    """What the other side has not confirmed yet."""
-    try:
-        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    except OSError:
-        return 0
-    return int.from_bytes(queued, sys.byteorder)
-
-
-def drive(steps: Steps[T], process: Process) -> T:
-    """Drives one generator to its end, where there is nothing else to do."""
-    while True:
-        try:
-            wait = next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        process.check()
-        process.progress()
-        poller = select.poll()
-        poller.register(process.wake_fd, select.POLLIN)
-        if wait.fd >= 0:
-            poller.register(wait.fd, wait.events)
-        left = min(wait.until - time.monotonic(), process.idle_limit)
-        poller.poll(max(0.0, left) * 1000)
-        process.drain_wakeups()
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it wraps: urllib3 hides the real one in objects and addresses."""
-    kinds = (OSError, TimedOut, urllib3.exceptions.HTTPError, http.client.HTTPException)
-    for _ in range(8):
-        yield error
-        around = (*reversed(error.args), error.__cause__, error.__context__)
-        inner = next((each for each in around if isinstance(each, kinds)), None)
-        if inner is None:
-            return
-        error = inner
-
-
-def plain_words(error: BaseException) -> str:
-    inner = list(causes(error))[-1]
-    said = getattr(inner, "verify_message", "") or getattr(inner, "strerror", "")
-    return str(said or inner or "time is up")
-
-
-def answer_patience(size: int) -> float:
-    return 60.0 + size / 10_000_000
+def trouble_of(error: Exception, connected: bool) -> Trouble:
+    """Why there is no answer, by what was raised."""
+    hung_up = connected and isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
+    if isinstance(error, ssl.SSLError) and not hung_up:
+        return Trouble.TLS  # under TLS 1.3 our certificate is refused after the handshake
+    if not connected:
+        return Trouble.UNREACHABLE
+    if isinstance(error, TimeoutError):
+        return Trouble.TIMEOUT
+    if isinstance(error, (OSError, http.client.IncompleteRead)):
+        return Trouble.RESET
+    return Trouble.GARBLED
 
 
 class Frontend:
@@ -3090,88 +2910,67 @@ class Frontend:
         for wire in (self.entries, self.files, self.settings):
             wire.close()
 
-    def _headers(self, key: str = "", kind: str = "", length: int = 0) -> dict[str, str]:
-        headers = {
-            "User-Agent": f"serversync/{__version__}",
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",
-            "X-Serversync-Device": self.config.device_id,
-        }
-        if key:
-            headers |= {
-                "Content-Type": kind,
-                "Content-Length": str(length),
-                "Idempotency-Key": key,
-            }
-        if self.config.token:
-            headers["Authorization"] = f"Bearer {self.config.token}"
-        return headers
-
     def post(self, body: bytes, key: str, most: float = float("inf"),
              wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
         """Entries; an empty list asks whether the frontend lives."""
-        headers = self._headers(key, "application/json", len(body))
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         each = min(self.config.timeout, most)
         whole = min(2 * each + len(body) / LEAST_RATE, most)
-        limits = Limits(each, each, each, whole)
-        wire = wire or self.entries
-        return wire.exchange("POST", "/api/ingest/sync", headers, [body], limits)
+        request = Outgoing("POST", "/api/ingest/sync", headers, each, whole, body)
+        return (wire or self.entries).exchange(request)
 
     def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
+        """A recording, `rate` bytes a second at most (0: no limit)."""
         boundary = f"serversync-{uuid.uuid4().hex}"
-        head, tail = multipart(boundary, entry, ready)
         kind = f"multipart/form-data; boundary={boundary}"
-        headers = self._headers(ready.key, kind, len(head) + ready.size + len(tail))
-        limits = Limits(self.config.timeout, STALL_SEC, answer_patience(ready.size), rate=rate,
-                        least=STALL_RATE)  # fmt: skip
-        body: list[bytes | Part] = [head, Part(ready.fd, ready.size, ready.name), tail]
-        return self.files.exchange("POST", "/api/ingest/recording-file", headers, body, limits)
+        request = Outgoing(
+            "POST",
+            "/api/ingest/recording-file",
+            {"Content-Type": kind, "Idempotency-Key": ready.key},
+            self.config.timeout,
+            body=multipart(boundary, entry, ready),
+            file=ready,
+            tail=f"\r\n--{boundary}--\r\n".encode(),
+            rate=rate or float("inf"),
+        )
+        return self.files.exchange(request)
 
     def stored_length(self, call_log_id: str, recording_id: str) -> Steps[Answer]:
         path = self.config.verify_path.replace("{callLogId}", call_log_id)
-        return self._ask(self.files, "HEAD", path.replace("{recordingId}", recording_id))
+        path = path.replace("{recordingId}", recording_id)
+        each = min(self.config.timeout, 10.0)
+        return self.files.exchange(Outgoing("HEAD", path, {}, each, 10.0))
 
     def get(self, path: str, etag: str = "", answer_max: int = ANSWER_MAX,
             sink: Sink | None = None) -> Steps[Answer]:  # fmt: skip
         """A page of the settings, or (into the sink) a file; 304 when it is still the ETag's."""
-        if sink is not None:  # a request on a kept connection may be repeated
-            self.settings.close()
-        return self._ask(self.settings, "GET", path, etag, answer_max, sink)
-
-    def _ask(self, wire: Wire, method: str, path: str, etag: str = "",
-             answer_max: int = ANSWER_MAX, sink: Sink | None = None) -> Steps[Answer]:  # fmt: skip
-        headers = self._headers() | ({"Accept": "*/*"} if sink else {})
+        headers = {"Accept": "*/*"} if sink else {}
         if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
             headers["If-None-Match"] = etag
-        each = min(self.config.timeout, 10.0)
-        most = 10.0 if sink is None else each + answer_max / AUDIO_RATE
-        limits = Limits(each, each, each, most)
-        return wire.exchange(method, path, headers, (), limits, answer_max, sink)
+        each, most = min(self.config.timeout, 10.0), 10.0
+        if sink is not None:
+            self.settings.close()  # a request on a kept connection may be repeated
+            most = each + answer_max / AUDIO_RATE
+        request = Outgoing("GET", path, headers, each, most, answer_max=answer_max, sink=sink)
+        return self.settings.exchange(request)
 
 
-def multipart(boundary: str, entry: FileEntry, ready: Ready) -> tuple[bytes, bytes]:
-    """What stands before and after the audio. Ids are checked; names are ours, never outside's."""
-
-    def part(name: str, kind: str, filename: str = "") -> bytes:
-        shown = f'; filename="{filename}"' if filename else ""
-        return (
-            f"--{boundary}\r\n"
-            f'Content-Disposition: form-data; name="{name}"{shown}\r\n'
-            f"Content-Type: {kind}\r\n\r\n"
-        ).encode()
-
-    head = b"".join(
+def multipart(boundary: str, entry: FileEntry, ready: Ready) -> bytes:
+    """What stands before the audio. Ids are checked; names are ours, never outside's."""
+    parts = (
+        ('name="callLogId"', "text/plain", str(entry.call_log_id).encode()),
+        ('name="recordingId"', "text/plain", entry.recording_id.encode()),
+        ('name="meta"; filename="meta.json"', "application/json", ready.meta),
         (
-            part("callLogId", "text/plain"),
-            str(entry.call_log_id).encode(),
-            b"\r\n" + part("recordingId", "text/plain"),
-            entry.recording_id.encode(),
-            b"\r\n" + part("meta", "application/json", "meta.json"),
-            ready.meta,
-            b"\r\n" + part("audio", "application/octet-stream", f"mixed.{ready.name[-3:].lower()}"),
-        )
+            f'name="audio"; filename="mixed.{ready.name[-3:].lower()}"',
+            "application/octet-stream",
+            b"",
+        ),
     )
-    return head, f"\r\n--{boundary}--\r\n".encode()
+    form = "--{}\r\nContent-Disposition: form-data; {}\r\nContent-Type: {}\r\n\r\n"
+    return b"\r\n".join(
+        form.format(boundary, name, kind).encode() + content for name, kind, content in parts
+    )
 
 
 # ==================================================================================================
@@ -5029,6 +4828,7 @@ class Section:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+SETTINGS_MAX: Final = 2 * 1024 * 1024  # parsed it takes many times that, and the unit has 128 MB
 # Each section's address, and the list that its answer must have.
 SOURCES: Final = {
     "number-groups": ("/api/number-groups", "callerGroups"),
@@ -6125,6 +5925,7 @@ class Pull:
 
 TEMPORARY: Final = ".serversync-"  # in the announcements directory: a file that is not complete
 UNWANTED_SEC: Final = 3600.0
+AUDIO_MAX: Final = 10 * 1024 * 1024
 
 
 STRANGER: Final = "a file of this name that we did not write is there"
@@ -8104,6 +7905,24 @@ def _settings_screen(view: Mapping[str, Any]) -> str:
     text = f"announcement audio: {count(audio['files'], 'file')}, {audio['waiting']} to fetch"
     screen += ["", text, *(f"  {n}: {why}" for n, why in audio["problems"].items())]
     return clean("\n".join(screen), MASKING.known, 1 << 20, lines=True)
+
+
+def drive(steps: Steps[T], process: Process) -> T:
+    """Drives one generator to its end, where there is nothing else to do."""
+    while True:
+        try:
+            wait = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        process.check()
+        process.progress()
+        poller = select.poll()
+        poller.register(process.wake_fd, select.POLLIN)
+        if wait.fd >= 0:
+            poller.register(wait.fd, wait.events)
+        left = min(wait.until - time.monotonic(), process.idle_limit)
+        poller.poll(max(0.0, left) * 1000)
+        process.drain_wakeups()
 
 
 def _settings_pull(

@@ -107,8 +107,8 @@ MUTANTS = [
     ),
     Mutant(
         "an answer that nobody asked for is taken for the next one",
-        "if not kept or _Source(self._conn.sock, 0).arrived():",
-        "if not kept:",
+        "if self.sock is not None and (old or Source(self.sock, self.process).arrived()):",
+        "if self.sock is not None and old:",
         (FUZZ + "::test_a_second_answer_sent_along_is_never_taken_for_that_to_the_next_request",),
     ),
     Mutant(
