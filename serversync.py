@@ -1301,70 +1301,30 @@ def sentence_of(tally: Tally, outages: Sequence[tuple[str, Outage]], now: float)
 
 # ==================================================================================================
 # SQL: the schema `serversync`
-# Everything of the agent's own. Applied by number, forward only, by the one that holds the lock.
+# Everything of the agent's own, made or brought up to date by the one that holds the lock.
 # ==================================================================================================
 
-MIGRATION_1: Final = """
+SCHEMA_VERSION: Final = 2
+
+TABLES: Final = """
 create table serversync.schema_version (number int primary key);
 
--- All entries of one call share a lane.
-create function serversync.lane(payload jsonb, entity_id uuid) returns text
-language sql immutable parallel safe as $$
-    select md5(lower(coalesce(payload->>'callLogId', payload->>'call_log_id', entity_id::text)))
-$$;
-
--- Text from outside as a uuid, or null.
-create function serversync.to_uuid(name text) returns uuid
-language sql immutable parallel safe as $$
-    select case when name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then name::uuid end
-$$;
-
--- An entry as the frontend gets it; `uploaded` goes over what its payload says. One concat(), as ||
--- copies the text each time; an expensive argument that stood twice would keep it from inlining.
-create function serversync.entry(
-    seq bigint, entity_type text, entity_id uuid, payload jsonb, created_at timestamptz,
-    op text, uploaded jsonb
-) returns text language sql stable parallel safe as $$
-    select concat('{"entityType":', to_json(entity_type), ',"entityId":"', entity_id,
-        '","payload":', coalesce(payload || uploaded, payload),
-        ',"createdAt":', to_json(created_at), ',"seq":', seq,
-        case when op is not null then concat(',"op":', to_json(op)) end, '}')
-$$;
-
--- Entries that wait: after a failure, or because their file is not ready.
-create table serversync.failures (
-    outbox_id bigint primary key,
-    entity_type text not null,
-    is_file boolean not null,
-    lane text not null,
-    tries int not null,                    -- drives the backoff
-    attempts int not null,                 -- what was charged
-    successes bigint not null,             -- the endpoint's counter at this failure
-    next_attempt_at timestamptz not null,
-    error_code text not null,
-    error text not null,
-    http_status int,
-    first_failed_at timestamptz not null default now(),
-    updated_at timestamptz not null default now(),
-    waited double precision not null default 0  -- seconds of the agent's own running time
-);
-create index on serversync.failures (lane, outbox_id);
-create index on serversync.failures (next_attempt_at);
-
--- Confirmed uploads whose local files still exist: deletion works from this table alone.
+-- Confirmed uploads whose local files still exist: deletion works from this table alone. (Ids may
+-- come again, TRUNCATE … RESTART IDENTITY: here and below, what stands beside them tells.)
 create table serversync.uploads (
-    outbox_id bigint primary key,
+    outbox_id bigint,
     directory text not null,
     files jsonb not null,                  -- [{name, inode, size, mtime_ns}] as they were sent
-    file_url text not null,
     uploaded_at timestamptz not null default now(),
     tries int not null default 0,
-    error text
+    error text,
+    root_id text,
+    primary key (outbox_id, directory)
 );
 
 create table serversync.dead_letters (
     id uuid primary key default gen_random_uuid(),
-    outbox_id bigint not null unique,
+    outbox_id bigint not null,
     original_topic text not null,
     entity_id uuid not null,
     payload jsonb not null,
@@ -1379,12 +1339,13 @@ create table serversync.dead_letters (
         check (status in ('PENDING', 'RETRYING', 'RESOLVED', 'DEAD')),
     created_at timestamptz not null default now(),
     updated_at timestamptz not null default now(),
-    last_retry_at timestamptz
+    last_retry_at timestamptz,
+    unique (outbox_id, entity_id)
 );
 create index on serversync.dead_letters (original_topic, created_at);
 create index on serversync.dead_letters (outbox_id) where status = 'RETRYING';
 
--- A receipt for each confirmed request. Lane and entity only for files: a call has one recording.
+-- A receipt for each confirmed request. Entity and call only for files: a call has one recording.
 create table serversync.deliveries (
     id bigint generated always as identity primary key,
     kind text not null,
@@ -1399,13 +1360,13 @@ create table serversync.deliveries (
     outcome text not null,
     started_at timestamptz not null,
     duration_ms int not null,
-    lane text,
     entity_id uuid,
-    url text
+    url text,
+    call_id uuid
 );
 create index on serversync.deliveries (started_at);
-create index on serversync.deliveries (lane) where lane is not null;
 create index on serversync.deliveries (entity_id) where entity_id is not null;
+create index on serversync.deliveries (call_id) where call_id is not null;
 
 create table serversync.counters (
     name text, label text, value double precision not null, primary key (name, label)
@@ -1420,66 +1381,12 @@ create table serversync.sender (
 );
 insert into serversync.sender default values;
 
--- Entries that a retry or a replay put back into the queue: since when they wait. For the numbers
--- only, and kept for a day after.
-create table serversync.revived (
-    outbox_id bigint primary key, revived_at timestamptz not null default now()
-);
-
--- Whether anybody holds the sender's lock.
-create function serversync.locked(key bigint) returns boolean language sql stable as $$
-    select exists (
-        select from pg_locks l join pg_database b on b.oid = l.database
-        where l.locktype = 'advisory' and l.granted and b.datname = current_database()
-          and (l.classid::bigint << 32 | l.objid::bigint) = key)
-$$;
-
 create table serversync.idempotency_keys (
     key text primary key,
     digest bytea not null,
     outbox_id bigint not null,
     expires_at timestamptz not null
 );
-
--- The same key ten times is one row; the same key with something else is an error.
-create function serversync.enqueue(
-    entity_type text, entity_id uuid, payload jsonb, idempotency_key text default null
-) returns bigint language plpgsql as $$
-declare
-    mine bytea := sha256(convert_to(entity_type || ' ' || entity_id || ' ' || payload, 'UTF8'));
-    seq bigint;
-    known record;
-begin
-    if idempotency_key is not null then
-        insert into serversync.idempotency_keys as k (key, digest, outbox_id, expires_at)
-        values (idempotency_key, mine, 0, now() + interval '30 days')
-        on conflict (key) do update set key = excluded.key  -- locks the row of the first caller
-        returning * into known;
-        if known.outbox_id <> 0 and known.expires_at > now() then
-            if known.digest <> mine then
-                raise exception 'idempotency key % was used with another payload', idempotency_key
-                    using errcode = 'unique_violation';
-            end if;
-            return known.outbox_id;
-        end if;
-    end if;
-    insert into sync_outbox (entity_type, entity_id, payload)
-    values (enqueue.entity_type, enqueue.entity_id, enqueue.payload) returning id into seq;
-    update serversync.idempotency_keys k
-    set outbox_id = seq, digest = mine, expires_at = now() + interval '30 days'
-    where k.key = idempotency_key;
-    return seq;
-end $$;
-
--- A constant payload: PostgreSQL folds a transaction's notifications into one. A trigger that
--- fails would end the backend's transaction: whatever goes wrong here, the call can still end.
-create function serversync.wake() returns trigger language plpgsql as $$
-begin
-    perform pg_notify('serversync', '');
-    return null;
-exception when others then
-    return null;
-end $$;
 
 -- What came back from the frontend: a row a section.
 create table serversync.settings (
@@ -1513,33 +1420,9 @@ create table serversync.audio_files (
     error text,
     unwanted double precision              -- seconds of the agent's own running time; null: wanted
 );
-
--- Stand-ins, always empty and last in the agent's search_path: where the backend has no such
--- table, the same statements find these.
-create table serversync.recordings (
-    id uuid primary key, call_log_id uuid, upload_status text, s3_url text, file_size_bytes bigint
-);
-create table serversync.system_settings (id int primary key, extra jsonb);
-
-insert into serversync.schema_version values (1);
 """
-# Everything that waits has a row, and says for what; no table stands in for one of the backend's.
-# In order: text that came with version 1 is kept. `call_of_row` survives a payload that cannot be
-# read: an installation with a corrupt row can be migrated, too.
-MIGRATION_2: Final = """
-create function serversync.call_of(payload jsonb) returns uuid
-language sql immutable parallel safe as $$
-    select serversync.to_uuid(coalesce(payload->>'callLogId', payload->>'call_log_id'))
-$$;
-
-create function serversync.call_of_row(seq bigint) returns uuid language plpgsql stable as $$
-begin
-    return (select serversync.call_of(payload) from sync_outbox where id = seq);
-exception when others then
-    return null;
-end $$;
-
--- An entry has a row here while it is not simply next.
+# An entry has a row here while it is not simply next, and the row says why.
+WAITING_TABLE: Final = """
 create table serversync.waiting (
     outbox_id bigint primary key,
     entity_id uuid not null,
@@ -1562,34 +1445,60 @@ create table serversync.waiting (
 create index on serversync.waiting (entity_id, outbox_id);
 create index on serversync.waiting (call_id) where is_file;
 create index on serversync.waiting (next_attempt_at, updated_at);
+"""
+# Those that name one of the backend's tables are PL/pgSQL, which plans a statement when it comes to
+# it and not before: recordings and system_settings may be missing, or come later.
+FUNCTIONS: Final = """
+-- Text from outside as a uuid, or null.
+create or replace function serversync.to_uuid(name text) returns uuid
+language sql immutable parallel safe as $$
+    select case when name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then name::uuid end
+$$;
 
-insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
-    http_status, tries, attempts, type_sent, next_attempt_at, waited, created_at, updated_at)
-select f.outbox_id, o.entity_id, f.entity_type, serversync.call_of_row(f.outbox_id), f.is_file,
-       f.error_code, f.error, f.http_status, f.tries, f.attempts, null, f.next_attempt_at,
-       greatest(f.waited, extract(epoch from now() - f.first_failed_at)), f.first_failed_at,
-       f.updated_at
-from serversync.failures f
-join sync_outbox o on o.id = f.outbox_id and o.processed_at is null;
-drop table serversync.failures;
+create or replace function serversync.call_of(payload jsonb) returns uuid
+language sql immutable parallel safe as $$
+    select serversync.to_uuid(coalesce(payload->>'callLogId', payload->>'call_log_id'))
+$$;
 
--- Ids may come again (TRUNCATE … RESTART IDENTITY): the entity tells them apart.
-alter table serversync.dead_letters drop constraint dead_letters_outbox_id_key,
-    add unique (outbox_id, entity_id);
-alter table serversync.uploads drop constraint uploads_pkey, add primary key (outbox_id, directory),
-    add root_id text;
-update serversync.uploads set root_id = (select root_id from serversync.sender);
-alter table serversync.deliveries add call_id uuid;
-update serversync.deliveries set call_id = serversync.call_of_row(first_seq) where kind = 'file';
-alter table serversync.deliveries drop lane;
-create index on serversync.deliveries (call_id) where call_id is not null;
-drop function serversync.lane(jsonb, uuid);
+-- The same key ten times is one row; the same key with something else is an error.
+create or replace function serversync.enqueue(
+    entity_type text, entity_id uuid, payload jsonb, idempotency_key text default null
+) returns bigint language plpgsql as $$
+declare
+    mine bytea := sha256(convert_to(entity_type || ' ' || entity_id || ' ' || payload, 'UTF8'));
+    seq bigint;
+    known record;
+begin
+    insert into serversync.idempotency_keys as k (key, digest, outbox_id, expires_at)
+    select idempotency_key, mine, 0, '-infinity' where idempotency_key is not null
+    on conflict (key) do update set key = excluded.key  -- locks the row of the first caller
+    returning * into known;
+    if known.expires_at > now() then
+        if known.digest <> mine then
+            raise exception 'idempotency key % was used with another payload', idempotency_key
+                using errcode = 'unique_violation';
+        end if;
+        return known.outbox_id;
+    end if;
+    insert into sync_outbox (entity_type, entity_id, payload)
+    values (enqueue.entity_type, enqueue.entity_id, enqueue.payload) returning id into seq;
+    update serversync.idempotency_keys k
+    set outbox_id = seq, digest = mine, expires_at = now() + interval '30 days'
+    where k.key = idempotency_key;
+    return seq;
+end $$;
 
--- The backend's tables, where they are there: looked for each time. (PL/pgSQL plans a statement
--- when it comes to it, and not before.)
-drop table serversync.revived, serversync.recordings, serversync.system_settings;
+-- A constant payload: PostgreSQL folds a transaction's notifications into one. A trigger that
+-- fails would end the backend's transaction: whatever goes wrong here, the call can still end.
+create or replace function serversync.wake() returns trigger language plpgsql as $$
+begin
+    perform pg_notify('serversync', '');
+    return null;
+exception when others then
+    return null;
+end $$;
 
-create function serversync.recording(
+create or replace function serversync.recording(
     recording uuid, out upload_status text, out s3_url text, out file_size bigint
 ) language plpgsql stable as $$
 begin
@@ -1601,42 +1510,40 @@ end $$;
 
 -- An uploaded recording says so even in an older snapshot: by the backend's row, or where that is
 -- gone by our receipt.
-create function serversync.uploaded(recording uuid) returns jsonb language plpgsql stable as $$
+create or replace function serversync.uploaded(recording uuid) returns jsonb
+language plpgsql stable as $$
 declare
-    is_uploaded boolean;
+    status text;
     url text;
 begin
     if to_regclass('recordings') is not null then
-        select r.upload_status = 'uploaded', r.s3_url into is_uploaded, url
-        from recordings r where r.id = recording;
+        select r.upload_status, r.s3_url into status, url from recordings r where r.id = recording;
     end if;
-    if is_uploaded is null then
-        select true, d.url into is_uploaded, url from serversync.deliveries d
+    if status is null then
+        select 'uploaded', d.url into status, url from serversync.deliveries d
         where d.entity_id = recording order by d.id desc limit 1;
     end if;
-    return case when is_uploaded
-                then jsonb_build_object('uploadStatus', 'uploaded', 's3Url', url) end;
+    return case when status = 'uploaded'
+                then jsonb_build_object('uploadStatus', status, 's3Url', url) end;
 end $$;
 
 -- Whether the frontend has another recording of the same call.
-create function serversync.has_another(call uuid, recording uuid) returns boolean
+create or replace function serversync.has_another(call uuid, recording uuid) returns boolean
 language plpgsql stable as $$
+declare
+    has boolean := exists (select from serversync.deliveries d
+                           where d.call_id = call and d.entity_id <> recording);
 begin
-    if exists (select from serversync.deliveries d
-               where d.call_id = call and d.entity_id <> recording) then
-        return true;
+    if not has and to_regclass('recordings') is not null then
+        has := exists (select from recordings r where r.call_log_id = call
+                       and r.upload_status = 'uploaded' and r.id <> recording);
     end if;
-    if to_regclass('recordings') is null then
-        return false;
-    end if;
-    return exists (
-        select from recordings r
-        where r.call_log_id = call and r.upload_status = 'uploaded' and r.id <> recording);
+    return has;
 end $$;
 
 -- What the backend sees of a recording; one that is uploaded stays so.
-create function serversync.show_recording(recording uuid, status text, url text) returns void
-language plpgsql as $$
+create or replace function serversync.show_recording(recording uuid, status text, url text)
+returns void language plpgsql as $$
 begin
     if to_regclass('recordings') is not null then
         update recordings r set upload_status = status, s3_url = coalesce(url, r.s3_url)
@@ -1644,19 +1551,55 @@ begin
     end if;
 end $$;
 
-create function serversync.sync_interval() returns double precision language plpgsql stable as $$
+create or replace function serversync.sync_interval(out seconds double precision)
+language plpgsql stable as $$
 begin
-    if to_regclass('system_settings') is null then
-        return null;
+    if to_regclass('system_settings') is not null then
+        select case when jsonb_typeof(extra->'syncIntervalSec') = 'number' then
+            greatest(-1, least((extra->>'syncIntervalSec')::numeric, 1e6))::float8 end
+        into seconds from system_settings where id = 1;
     end if;
-    return (select case when jsonb_typeof(extra->'syncIntervalSec') = 'number' then
-                greatest(-1, least((extra->>'syncIntervalSec')::numeric, 1e6))::float8 end
-            from system_settings where id = 1);
+end $$;
+"""
+# What version 1 has, and wrote down: `failures` was what is `waiting` now, and stand-ins (always
+# empty) took the place of the backend's tables. `call_of_row` survives a payload that cannot be
+# read: an installation with a corrupt row can be brought up to date, too.
+FROM_VERSION_1: Final = """
+create function serversync.call_of_row(seq bigint) returns uuid language plpgsql stable as $$
+begin
+    return (select serversync.call_of(payload) from sync_outbox where id = seq);
+exception when others then
+    return null;
 end $$;
 
-insert into serversync.schema_version values (2);
+insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
+    http_status, tries, attempts, next_attempt_at, waited, created_at, updated_at)
+select f.outbox_id, o.entity_id, f.entity_type, serversync.call_of_row(f.outbox_id), f.is_file,
+       f.error_code, f.error, f.http_status, f.tries, f.attempts, f.next_attempt_at,
+       greatest(f.waited, extract(epoch from now() - f.first_failed_at)), f.first_failed_at,
+       f.updated_at
+from serversync.failures f
+join sync_outbox o on o.id = f.outbox_id and o.processed_at is null;
+
+alter table serversync.dead_letters drop constraint dead_letters_outbox_id_key,
+    add unique (outbox_id, entity_id);
+alter table serversync.uploads drop constraint uploads_pkey, add primary key (outbox_id, directory),
+    add root_id text, drop file_url;
+update serversync.uploads set root_id = (select root_id from serversync.sender);
+alter table serversync.deliveries drop lane, add call_id uuid;
+update serversync.deliveries set call_id = serversync.call_of_row(first_seq) where kind = 'file';
+create index on serversync.deliveries (call_id) where call_id is not null;
+
+drop table serversync.failures, serversync.revived, serversync.recordings,
+    serversync.system_settings;
+drop function serversync.call_of_row, serversync.entry, serversync.lane, serversync.locked;
 """
-MIGRATIONS: Final = (MIGRATION_1, MIGRATION_2)
+# By the version that is there (0: none), what makes it this one. Several statements, all or none.
+_NUMBERED: Final = f"insert into serversync.schema_version values ({SCHEMA_VERSION});"
+MIGRATIONS: Final = {
+    0: TABLES + WAITING_TABLE + FUNCTIONS + _NUMBERED,
+    1: WAITING_TABLE + FUNCTIONS + FROM_VERSION_1 + _NUMBERED,
+}
 
 # ==================================================================================================
 # SQL: statements
@@ -1694,23 +1637,22 @@ where pid = %(pid)s and backend_start = %(start)s and usename = current_user
 TRY_LOCK: Final = "select pg_try_advisory_lock(%(key)s::bigint)"
 # What is there, and which rights this role lacks on it. No lock.
 RIGHTS: Final = """
-select to_regclass('sync_outbox') is not null, to_regclass('recordings')::text,
-       to_regnamespace('serversync') is not null,
+select outbox is not null, recordings::text, to_regnamespace('serversync') is not null,
        to_regclass('serversync.schema_version') is not null,
        quote_ident(current_user), current_database()::text,
        array_remove(array[
-           case when not (has_table_privilege(to_regclass('sync_outbox'), 'select')
-                      and has_column_privilege(to_regclass('sync_outbox'), 'processed_at',
-                                               'update'))
+           case when not (has_table_privilege(outbox, 'select')
+                          and has_column_privilege(outbox, 'processed_at', 'update'))
                 then 'select, update (processed_at) on sync_outbox' end,
-           case when not (has_table_privilege(to_regclass('recordings'), 'select')
-                      and has_column_privilege(to_regclass('recordings'), 'upload_status', 'update')
-                      and has_column_privilege(to_regclass('recordings'), 's3_url', 'update'))
+           case when not (has_table_privilege(recordings, 'select')
+                          and has_column_privilege(recordings, 'upload_status', 'update')
+                          and has_column_privilege(recordings, 's3_url', 'update'))
                 then 'select, update (upload_status, s3_url) on recordings' end,
-           case when not has_table_privilege(to_regclass('system_settings'), 'select')
+           case when not has_table_privilege(settings, 'select')
                 then 'select on system_settings' end], null),
-       has_table_privilege(to_regclass('sync_outbox'), 'delete'),
-       current_setting('server_encoding')
+       has_table_privilege(outbox, 'delete'), current_setting('server_encoding')
+from (select to_regclass('sync_outbox') as outbox, to_regclass('recordings') as recordings,
+             to_regclass('system_settings') as settings) backend
 """
 CREATE_SCHEMA: Final = "create schema serversync"
 VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version"
@@ -1725,11 +1667,8 @@ ADOPT_ROOT: Final = "update serversync.sender set root_id = %(root_id)s"
 
 # The hot index and the wake-up. Optional: without them slower, and polling only.
 INDEX_STATE: Final = """
-select indisvalid from pg_index
-where indexrelid = to_regclass(
-    (select quote_ident(n.nspname) || '.sync_outbox_serversync_pending'
-     from pg_class c join pg_namespace n on n.oid = c.relnamespace
-     where c.oid = to_regclass('sync_outbox')))
+select indisvalid from pg_index join pg_class on pg_class.oid = indexrelid
+where indrelid = to_regclass('sync_outbox') and relname = 'sync_outbox_serversync_pending'
 """
 DROP_INDEX: Final = "drop index concurrently if exists sync_outbox_serversync_pending"
 # CONCURRENTLY: a plain one would block the backend's INSERT.
@@ -1746,43 +1685,69 @@ create trigger serversync_wake after insert on sync_outbox
 for each statement execute function serversync.wake()
 """
 
-# What is there to do, and is all there, in one statement: the only one of an idle agent. Partial
-# indexes. In order, not by `exists`: the planner would look through the table from its beginning.
+# What the statements below share. `o` is a row of the outbox, `w` one of `waiting`.
+PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type <> 'recording_file'"
+PENDING_FILE: Final = "o.processed_at is null and o.entity_type = 'recording_file'"
+IN_PASS: Final = "o.id > %(after)s::bigint and o.id <= %(until)s::bigint"
+CALL: Final = "serversync.call_of(o.payload)"
+CALL_ID: Final = "left(coalesce(payload->>'callId', payload->>'call_id'), 1024)"
+FILE_PATH: Final = "left(coalesce(payload->>'filePath', payload->>'file_path'), 4096)"
+# What `w` (or a letter) is about is pending still.
+HAS_ENTRY: Final = """exists (
+    select from sync_outbox o
+    where o.id = w.outbox_id and o.entity_id = w.entity_id and o.processed_at is null)"""
+NO_ROW: Final = "not exists (select from serversync.waiting w where w.outbox_id = o.id)"
+# How long a row has waited. Of the time since it was looked at last ten minutes count at most, of a
+# recording that is not ready one: a clock that was stepped kills nothing, and `once` counts, too.
+WAITED: Final = """
+    coalesce(w.waited + least(case w.code when 'NOT_READY' then 60 else 600 end,
+             greatest(0, extract(epoch from now() - w.updated_at))), 0)::float8"""
+
+
+def _first(entity: str, call: str, before: str) -> str:
+    """The seq that must be through first: of its entity's that wait the first, or of its call's
+    own; if that waits, too, the one for which it does. None: null. (Look-ups, not anti-joins: their
+    plan does not change with what the tables hold.)"""
+    look_ups = (
+        f"""(
+        select coalesce(e.waits_for, e.outbox_id) from serversync.waiting e
+        where e.entity_id = {each} and e.outbox_id {before} and not e.is_file
+        order by e.outbox_id limit 1)"""
+        for each in (entity, call)
+    )
+    return f"coalesce({', '.join(look_ups)})"
+
+
+def _may_go(row: str, seq: str, call: str) -> str:
+    """It is not confirmed already (a lock keeps that from being written down), and would not write
+    over a recording whose file travels, until that is written down."""
+    return f"""{row}.{seq} <> all (%(skip)s::bigint[])
+  and not (%(travels)s::uuid[] <> '{{}}' and {row}.entity_type = 'recording'
+           and array[{row}.entity_id, {call}] && %(travels)s::uuid[])"""
+
+
+# All in one statement: the only one of an idle agent. Partial indexes. In order, not by `exists`:
+# the planner would look through the table from its beginning.
 LOOK: Final = f"""
 select serversync.sync_interval(),
-       coalesce((select true from sync_outbox
-                 where processed_at is null and entity_type <> 'recording_file'
-                 order by id limit 1), false),
-       coalesce((select true from sync_outbox
-                 where processed_at is null and entity_type = 'recording_file'
-                 order by id limit 1), false),
+       (select o.id from sync_outbox o where {PENDING_ENTRY} order by o.id limit 1) is not null,
+       (select o.id from sync_outbox o where {PENDING_FILE} order by o.id limit 1) is not null,
        exists (select from serversync.waiting)
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
        not coalesce(({INDEX_STATE}), false) or not exists ({TRIGGER_STATE})
 """
-# Rows that count no more: their entry is through, gone or another one; those that waited for it; a
-# due time more than an hour ahead (a clock that was wrong). And letters whose entry vanished while
-# it was retried.
-SWEEP: Final = """
-with vanished as (
-    update serversync.dead_letters d set status = 'PENDING', updated_at = now()
-    where d.status = 'RETRYING' and not exists (
-        select from sync_outbox o
-        where o.id = d.outbox_id and o.entity_id = d.entity_id and o.processed_at is null)
-), moved as (
-    update serversync.waiting set next_attempt_at = now()
-    where next_attempt_at > now() + interval '1 hour' and next_attempt_at < 'infinity'
-), stale as materialized (
-    select outbox_id from serversync.waiting w
-    where not exists (select from sync_outbox o
-                      where o.id = w.outbox_id and o.entity_id = w.entity_id
-                        and o.processed_at is null)
-)
+# Letters whose entry vanished while it was retried; a due time more than an hour ahead (a clock
+# that was wrong); rows that count no more, for their entry is through, gone or another one; then
+# those that waited for them. Several statements, all or none.
+SWEEP: Final = f"""
+update serversync.dead_letters w set status = 'PENDING', updated_at = now()
+where w.status = 'RETRYING' and not {HAS_ENTRY};
+update serversync.waiting set next_attempt_at = now()
+where next_attempt_at > now() + interval '1 hour' and next_attempt_at < 'infinity';
+delete from serversync.waiting w where not {HAS_ENTRY};
 delete from serversync.waiting w
-where w.outbox_id in (select outbox_id from stale)
-   or w.code = 'WAITS_FOR' and (
-       w.waits_for in (select outbox_id from stale)
-       or not exists (select from serversync.waiting b where b.outbox_id = w.waits_for))
+where w.code = 'WAITS_FOR'
+  and not exists (select from serversync.waiting e where e.outbox_id = w.waits_for)
 """
 # Somebody says: try now.
 MAKE_DUE: Final = """
@@ -1794,13 +1759,6 @@ update serversync.waiting set next_attempt_at = now(), in_outage = false
 where in_outage and next_attempt_at < 'infinity' and is_file = %(files)s
   and code <> 'RATE_LIMITED'  -- not before the time that it was told
 """
-
-# How long a row has waited since it was looked at last. Of an entry ten minutes count at most, of a
-# recording that is not ready one: a clock that was stepped kills nothing, and `once` counts, too.
-GAP: Final = """
-least(case w.code when 'NOT_READY' then 60 else 600 end,
-      greatest(0, extract(epoch from now() - w.updated_at)))"""
-
 # Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
 # entry of its call that became visible behind the pass.
 # (Not by max(): with statistics of an idle box that reads all that is pending.)
@@ -1811,66 +1769,43 @@ select coalesce((select id from sync_outbox where processed_at is null
 # One plan for many batches, made of the tables as they are then: to plan each anew costs as much as
 # to carry it out. A pass begins with new ones: a plan of an empty table is of no use to a full one.
 NEW_PLANS: Final = "set plan_cache_mode = force_generic_plan; discard plans"
-# The next pending entry without a row; never touches a payload, which may be corrupt.
-NEXT_ID: Final = """
+# The next pending entry, or recording, without a row; never touches a payload: it may be corrupt.
+NEXT_ID: Final = f"""
 select o.id from sync_outbox o
-where o.processed_at is null and o.entity_type <> 'recording_file'
-  and o.id > %(after)s::bigint and o.id <= %(until)s::bigint
-  and not exists (select from serversync.waiting w
-                  where w.outbox_id = o.id and w.entity_id = o.entity_id)
+where o.processed_at is null and (o.entity_type = 'recording_file') = %(files)s::boolean
+  and {IN_PASS} and o.id <> all (%(skip)s::bigint[]) and {NO_ROW}
 order by o.id limit 1
 """
-ENTRY: Final = """
-serversync.entry(o.id, o.entity_type, o.entity_id, o.payload, o.created_at, o.op,
-                 case when o.entity_type = 'recording' and jsonb_typeof(o.payload) = 'object'
-                      then serversync.uploaded(o.entity_id) end)
-"""
-# While a recording travels, and until that is written down, what the frontend would write over it
-# waits.
-TRAVELS: Final = """
-%(recordings)s::uuid[] <> '{}' and (o.entity_id = any (%(recordings)s::uuid[])
-    or o.entity_type = 'recording' and serversync.call_of(o.payload) = any (%(calls)s::uuid[]))
-"""
-# Those that neither have a row nor depend on one that has. (Look-ups, not anti-joins: their plan
-# does not change with what the tables hold.)
-NEXT: Final = f"""
-o.entity_type <> 'recording_file' and o.id > %(after)s::bigint and o.id <= %(until)s::bigint
-  and (%(skip)s::bigint[] = '{{}}' or o.id <> all (%(skip)s::bigint[]))
-  and ({TRAVELS}) is not true
-  and (not exists (select from serversync.waiting) or coalesce((
-       select false from serversync.waiting w
-       where w.entity_id = o.entity_id and w.outbox_id <= o.id and not w.is_file limit 1), true)
-   and coalesce((
-       select false from serversync.waiting w
-       where w.entity_id = serversync.call_of(o.payload) and w.outbox_id < o.id and not w.is_file
-       limit 1), true))
-"""
-ALONE: Final = "o.id = %(seq)s::bigint"
 
 
 def _write_out(which: str) -> str:
     """The next batch as finished JSON. No row lock is taken; the partial index gives the order.
-      picked    the entries
-      sized     a first cut by the stored size, so that large payloads are not all written out
-      written   the entries as text (`offset 0`: once, not once for each use)
+      picked    the entries, each with the stored size up to it: a first cut by that, so that large
+                payloads are not all written out
+      written   the entries as text (`offset 0`: once, not once for each use; one concat(), as ||
+                copies the text each time)
       measured  with a running total: the batch ends at so many bytes
     A first entry that is larger comes alone; without its text if it is larger than may be. The
     index's order is kept all the way up: `order by` in `measured` and the aggregates would sort."""
     return f"""
 with picked as (
-    select o.*, pg_column_size(o.payload) as stored
+    select o.*, pg_column_size(o.payload) as stored,
+           sum(pg_column_size(o.payload)) over (order by id rows unbounded preceding) as up_to
     from (select null::text as op) as absent  -- `op` below is the outbox's, where it has one
     cross join lateral (
         select id, entity_type, entity_id, payload, created_at, op::text as op
-        from sync_outbox o where processed_at is null and {which}
+        from sync_outbox o where {which}
         order by id limit %(size)s::int) as o
-), sized as (
-    select *, sum(stored) over (order by id rows unbounded preceding) - stored as before
-    from picked
 ), written as (
     select id, entry, coalesce(octet_length(entry), stored) as size
-    from (select o.id, o.stored, case when o.stored <= %(most)s::bigint then {ENTRY} end as entry
-          from sized o where o.before < %(bytes)s::bigint offset 0) as each
+    from (select id, stored, case when stored <= %(most)s::bigint then concat(
+              '{{"entityType":', to_json(entity_type), ',"entityId":"', entity_id, '","payload":',
+              coalesce(payload || case when entity_type = 'recording'
+                                        and jsonb_typeof(payload) = 'object'
+                                       then serversync.uploaded(entity_id) end, payload),
+              ',"createdAt":', to_json(created_at), ',"seq":', id,
+              case when op is not null then concat(',"op":', to_json(op)) end, '}}') end as entry
+          from picked where up_to - stored < %(bytes)s::bigint offset 0) as each
     offset 0
 ), measured as (
     select id, entry, size, sum(size + 1) over (rows unbounded preceding) - 1 as total
@@ -1883,29 +1818,25 @@ from measured where total <= %(bytes)s::bigint or total = size
 """
 
 
-FETCH: Final = _write_out(NEXT)
-FETCH_ALONE: Final = _write_out(ALONE)
+# Those that neither have a row nor depend on one that has.
+FETCH: Final = _write_out(f"""{PENDING_ENTRY} and {IN_PASS} and {_may_go("o", "id", CALL)}
+  and (not exists (select from serversync.waiting)
+       or {_first("o.entity_id", CALL, "<= o.id")} is null)""")
+FETCH_ALONE: Final = _write_out("o.processed_at is null and o.id = %(seq)s::bigint")
 # Whether PostgreSQL can write out a payload at all.
 WRITE_ONE: Final = "select octet_length(payload::text) from sync_outbox where id = %(seq)s"
 # What a batch passed over gets its row: later ones of the same entity must wait for it, too. The
 # first of the chain is named: when that is through, all that wait for it are free at once.
-HOLD_BACK: Final = """
+HOLD_BACK: Final = f"""
 insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
                                 waits_for, next_attempt_at)
 select id, entity_id, entity_type, call, false, 'WAITS_FOR', 'waits for seq ' || first, first,
        'infinity'
 from (
-    select o.id, o.entity_id, o.entity_type, serversync.call_of(o.payload) as call, least(
-        (select coalesce(w.waits_for, w.outbox_id) from serversync.waiting w
-         where w.entity_id = o.entity_id and w.outbox_id < o.id and not w.is_file
-         order by w.outbox_id limit 1),
-        (select coalesce(w.waits_for, w.outbox_id) from serversync.waiting w
-         where w.entity_id = serversync.call_of(o.payload) and w.outbox_id < o.id and not w.is_file
-         order by w.outbox_id limit 1)) as first
+    select o.id, o.entity_id, o.entity_type, {CALL} as call,
+           {_first("o.entity_id", CALL, "< o.id")} as first
     from sync_outbox o
-    where o.processed_at is null and o.entity_type <> 'recording_file'
-      and o.id > %(after)s::bigint and o.id <= %(until)s::bigint
-      and not exists (select from serversync.waiting w where w.outbox_id = o.id)
+    where {PENDING_ENTRY} and {IN_PASS} and {NO_ROW}
     offset 0  -- what has a row is left out first: the look-ups cost 10 us each
 ) held
 where first is not null
@@ -1914,99 +1845,94 @@ returning 1
 # The retry that is due first, and in how many seconds: none that an earlier one of its entity, or
 # its call's own, must go before. And whether it is the frontend that did not want it: then it may
 # be asked earlier, as a probe. Never touches a payload.
-NEXT_RETRY: Final = """
+NEXT_RETRY: Final = f"""
 select w.outbox_id, greatest(0, extract(epoch from w.next_attempt_at - now()))::float8,
        w.code not in ('NOT_READY', 'FILE_CHANGED', 'FILE_UNREADABLE', 'ROW_CORRUPT', 'RATE_LIMITED')
 from serversync.waiting w
 where w.is_file = %(files)s::boolean and w.next_attempt_at < 'infinity'
   and (%(before)s::timestamptz is null or w.updated_at < %(before)s::timestamptz)
-  and w.outbox_id <> all (%(skip)s::bigint[])
-  and (%(recordings)s::uuid[] <> '{}' and (w.entity_id = any (%(recordings)s::uuid[])
-       or w.entity_type = 'recording' and w.call_id = any (%(calls)s::uuid[]))) is not true
-  and (w.is_file or coalesce((
-       select false from serversync.waiting e
-       where e.entity_id = w.entity_id and e.outbox_id < w.outbox_id and not e.is_file
-       limit 1), true)
-   and coalesce((
-       select false from serversync.waiting e
-       where e.entity_id = w.call_id and e.outbox_id < w.outbox_id and not e.is_file
-       limit 1), true))
+  and {_may_go("w", "outbox_id", "w.call_id")}
+  and (w.is_file or {_first("w.entity_id", "w.call_id", "< w.outbox_id")} is null)
 order by w.next_attempt_at, w.updated_at limit 1
 """
 # The newest entry that nothing unsent precedes, of the newest hundred: what fails stands together,
 # and is old. One pass over what is pending.
 NEWEST_FREE: Final = f"""
 with newest as materialized (
-    select o.id, o.entity_id, serversync.call_of(o.payload) as call
-    from sync_outbox o
-    where o.processed_at is null and o.entity_type <> 'recording_file'
-      and o.id <> all (%(skip)s::bigint[]) and ({TRAVELS}) is not true
-      and not exists (select from serversync.waiting w where w.outbox_id = o.id)
+    select o.id, o.entity_id, {CALL} as call from sync_outbox o
+    where {PENDING_ENTRY} and {_may_go("o", "id", CALL)} and {NO_ROW}
     order by o.id desc limit 100
 ), earliest as materialized (
-    select entity_id, min(id) as id from sync_outbox
-    where processed_at is null and entity_type <> 'recording_file'
-      and entity_id in (select entity_id from newest union select call from newest)
+    select o.entity_id, min(o.id) as id from sync_outbox o
+    where {PENDING_ENTRY}
+      and o.entity_id in (select entity_id from newest union select call from newest)
     group by 1
 )
 select n.id from newest n
 where not exists (select from earliest e where e.entity_id in (n.entity_id, n.call) and e.id < n.id)
 order by n.id desc limit 1
 """
-# Whether one of the entries of a request under way is such a one.
-INCLUDES: Final = f"""
-select exists (select from sync_outbox o where o.id = any (%(seqs)s::bigint[]) and ({TRAVELS}))
-"""
-# The next recording without a row. Never touches a payload.
-NEXT_FILE: Final = """
-select o.id from sync_outbox o
-where o.processed_at is null and o.entity_type = 'recording_file'
-  and o.id <= %(reached)s::bigint and o.id <> all (%(skip)s::bigint[])
-  and not exists (select from serversync.waiting w
-                  where w.outbox_id = o.id and w.entity_id = o.entity_id)
-order by o.id limit 1
-"""
+
 # All that is known of one recording, and the earlier entry that must be through before: its
 # recording's or its call's own, never an event's; or an earlier recording of the same call.
 READ_FILE: Final = f"""
-with named as (
-    select id, entity_id,
-           left(coalesce(payload->>'callLogId', payload->>'call_log_id'), 64) as call_log_id,
-           left(coalesce(payload->>'recordingId', payload->>'recording_id', entity_id::text), 64)
-               as recording_id,
-           left(coalesce(payload->>'filePath', payload->>'file_path'), 4096) as file_path,
-           left(coalesce(payload->>'callId', payload->>'call_id'), 1024) as call_id
-    from sync_outbox
-    where processed_at is null and entity_type = 'recording_file' and id = %(seq)s::bigint
-), files as (
-    select *, serversync.to_uuid(recording_id) as recording, serversync.to_uuid(call_log_id) as call
-    from named
+with file as (
+    select o.*, serversync.to_uuid(o.recording_id) as recording,
+           serversync.to_uuid(o.call_log_id) as call
+    from (select id, entity_id, {FILE_PATH} as file_path, {CALL_ID} as call_id,
+                 left(coalesce(payload->>'callLogId', payload->>'call_log_id'), 64) as call_log_id,
+                 left(coalesce(payload->>'recordingId', payload->>'recording_id',
+                               entity_id::text), 64) as recording_id
+          from sync_outbox o where {PENDING_FILE} and id = %(seq)s::bigint) o
 )
-select o.id, o.call_log_id, o.recording_id, o.file_path, o.call_id, coalesce(w.tries, 0),
-       coalesce(w.waited + {GAP}, 0)
-           ::float8,
+select o.id, o.call_log_id, o.recording_id, o.file_path, o.call_id, coalesce(w.tries, 0), {WAITED},
        r.upload_status, serversync.has_another(o.call, o.recording),
-       least((select coalesce(e.waits_for, e.outbox_id) from serversync.waiting e
-              where e.entity_id in (o.recording, o.call) and e.outbox_id < o.id and not e.is_file
-              order by e.outbox_id limit 1),
+       least({_first("o.recording", "o.call", "< o.id")},
              (select min(e.outbox_id) from serversync.waiting e  -- else the first were the second
               where e.call_id = o.call and e.outbox_id < o.id and e.is_file)),
        w.outbox_id is null and exists (
         select from sync_outbox e
         where e.processed_at is null and e.id < o.id and e.entity_type <> 'recording_file'
           and e.entity_id in (o.recording, o.call) and e.id <> all (%(skip)s::bigint[]))
-from files o
+from file o
 left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
 cross join lateral serversync.recording(o.recording) r
 """
+# Confirmed uploads whose files are still here.
+UPLOADS: Final = """
+select outbox_id, directory, files, tries, root_id from serversync.uploads
+where outbox_id > %(after)s::bigint order by outbox_id limit %(limit)s::int
+"""
+# Who else may name a file of this directory: pending recordings, those given up, other uploads. The
+# exact look is the agent's.
+RIVALS: Final = f"""
+select path, call, pending
+from (select {FILE_PATH} as path, {CALL_ID} as call, true as pending
+      from sync_outbox o where {PENDING_FILE}
+        and id not in (select outbox_id from serversync.waiting where code = 'ROW_CORRUPT')
+      union all
+      select {FILE_PATH}, {CALL_ID}, false from serversync.dead_letters
+      where original_topic = 'recording_file' and status <> 'RESOLVED'
+      union all
+      select null, directory, false from serversync.uploads where outbox_id <> %(seq)s) rival
+where position(%(directory)s in coalesce(path, '')) > 0 or call = %(directory)s
+order by pending desc
+"""
+FORGET_UPLOAD: Final = """
+delete from serversync.uploads where outbox_id = %(seq)s and directory = %(directory)s
+"""
+DELETION_FAILED: Final = """
+update serversync.uploads set tries = tries + 1, error = %(error)s
+where outbox_id = %(seq)s and directory = %(directory)s
+  and (tries < 8 or error is distinct from %(error)s)
+"""
+
 # All that decides what becomes of one entry that failed. A payload that may be corrupt is not read.
 PAST: Final = f"""
 select o.entity_type,
        (case when w.outbox_id is not null then w.call_id
-             when %(readable)s::boolean then serversync.call_of(o.payload) end)::text,
-       coalesce(w.tries, 0), coalesce(w.attempts, 0), w.type_sent,
-       coalesce(w.waited + {GAP}, 0)
-           ::float8,
+             when %(readable)s::boolean then {CALL} end)::text,
+       coalesce(w.tries, 0), coalesce(w.attempts, 0), w.type_sent, {WAITED},
        coalesce((select value from serversync.counters
                  where name = 'sent' and label = o.entity_type), 0)::bigint,
        coalesce((select value from serversync.counters
@@ -2023,24 +1949,23 @@ with sent as (
     update sync_outbox set processed_at = now()
     where id = any (%(seqs)s::bigint[]) and (processed_at is null) is true
     returning id, entity_type, entity_id, created_at
-), aged as (
-    select id, entity_type,
-        case when isfinite(created_at)  -- date_part: extract() is numeric, and slow
-        then greatest(0, date_part('epoch', now() - created_at)) else 0 end as lag
-    from sent
-), tally as materialized (  -- all that is counted of the entries, in one pass over them
-    select entity_type, width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[]) as bucket,
-           count(*) as entries, sum(lag) as lag, min(id) as first, max(id) as last
-    from aged group by 1, 2
-), total as materialized (
-    select sum(entries)::bigint as entries, sum(lag) as lag, min(first) as first, max(last) as last
-    from tally having count(*) > 0
 ), settled as (
     delete from serversync.waiting
     where outbox_id = any (%(seqs)s::bigint[]) and exists (select from serversync.waiting)
     returning outbox_id, tries
-), tried as (  -- those of the first try are not among them
-    select tries from settled join sent on id = outbox_id where tries > 0
+), each as (
+    select id, entity_type, coalesce(tries, 0) as tries,
+        case when isfinite(created_at)  -- date_part: extract() is numeric, and slow
+        then greatest(0, date_part('epoch', now() - created_at)) else 0 end as lag
+    from sent left join settled on outbox_id = id
+), tally as materialized (  -- all that is counted of the entries, in one pass over them
+    select entity_type, width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[]) as bucket,
+           tries, count(*) as entries, sum(lag) as lag, min(id) as first, max(id) as last
+    from each group by 1, 2, 3
+), total as materialized (
+    select sum(entries)::bigint as entries, sum(lag) as lag, sum(tries * entries) as tries,
+           min(first) as first, max(last) as last
+    from tally having count(*) > 0
 ), resolved as (
     update serversync.dead_letters d set status = 'RESOLVED', updated_at = now()
     from sent s
@@ -2062,37 +1987,26 @@ with sent as (
     insert into serversync.counters as c (name, label, value)
     select 'sent', entity_type, sum(entries) from tally group by entity_type
     union all select 'lag', bucket::text, sum(entries) from tally group by bucket
-    union all select 'tries', least(tries, 9)::text, count(*) from tried group by 2
-    union all
-    select each.name, each.label, each.value
-    from total cross join lateral (values
-        ('sent_as', %(outcome)s, total.entries),
-        ('lag_sum', '', total.lag), ('tries_sum', '', (select sum(tries) from tried)),
-        ('tries', '0', nullif(total.entries - (select count(*) from tried), 0)),
-        ('upload_bytes', '', case when %(kind)s = 'file' then %(bytes)s::bigint end)
-    ) as each (name, label, value)
-    where each.value is not null
+    union all select 'tries', least(tries, 9)::text, sum(entries) from tally group by 2
+    union all select 'sent_as', %(outcome)s, entries from total
+    union all select 'lag_sum', '', lag from total
+    union all select 'tries_sum', '', tries from total where tries > 0
+    union all select 'upload_bytes', '', %(bytes)s::bigint from total where %(kind)s = 'file'
     on conflict (name, label) do update set value = c.value + excluded.value
 )
-select coalesce((select entries from total), 0), (select count(*) from settled)
-"""
-# Whether a row that was marked is not marked: CONFIRM cannot see that itself.
-STILL_PENDING: Final = """
-select exists (select from sync_outbox
-               where id = any (%(seqs)s::bigint[]) and processed_at is null)
+select coalesce((select entries from total), 0)
 """
 # With the CONFIRM of a recording, in one transaction that survives a power cut, whatever the
 # database's default: what is to be deleted now, and what the backend sees. Not of an entry that
 # somebody else took away.
 KEEP_UPLOAD: Final = """
 with kept as (
-    insert into serversync.uploads (outbox_id, directory, files, file_url, root_id)
-    select id, %(directory)s::text, %(files)s::jsonb, %(url)s::text,
-           (select root_id from serversync.sender)
-    from sync_outbox where id = %(seq)s::bigint and processed_at is not null
+    insert into serversync.uploads (outbox_id, directory, files, root_id)
+    select o.id, %(directory)s::text, %(files)s::jsonb, s.root_id
+    from sync_outbox o cross join serversync.sender s
+    where o.id = %(seq)s::bigint and o.processed_at is not null
     on conflict (outbox_id, directory) do update set files = excluded.files,
-        file_url = excluded.file_url, root_id = excluded.root_id, uploaded_at = now(), tries = 0,
-        error = null
+        root_id = excluded.root_id, uploaded_at = now(), tries = 0, error = null
     returning 1
 )
 select serversync.show_recording(%(entity_id)s::uuid, 'uploaded', %(url)s)
@@ -2117,8 +2031,7 @@ on conflict (outbox_id) do update set entity_id = excluded.entity_id, code = exc
     reason = excluded.reason, http_status = excluded.http_status, waits_for = excluded.waits_for,
     tries = excluded.tries, attempts = excluded.attempts, type_sent = excluded.type_sent,
     next_attempt_at = excluded.next_attempt_at, in_outage = w.in_outage or excluded.in_outage,
-    waited = w.waited + {GAP},
-    updated_at = now()
+    waited = {WAITED}, updated_at = now()
 """
 # An entry that is given up. It leaves the hot index in the same transaction, payload and all; a
 # dead recording is shown as failed, unless it is uploaded.
@@ -2152,93 +2065,46 @@ select serversync.show_recording(
     serversync.to_uuid(%(recording_id)s::text), 'upload_failed', null)
 from dead where entity_type = 'recording_file'
 """
-# Confirmed uploads whose files are still here.
-UPLOADS: Final = """
-select outbox_id, directory, files, tries, root_id from serversync.uploads
-where outbox_id > %(after)s::bigint order by outbox_id limit %(limit)s::int
-"""
-# Who else may name a file of this directory: pending recordings, those given up, other uploads. The
-# exact look is the agent's.
-RIVALS: Final = """
-select left(coalesce(payload->>'filePath', payload->>'file_path'), 4096),
-       left(coalesce(payload->>'callId', payload->>'call_id'), 1024), pending
-from (select payload, true as pending from sync_outbox
-      where processed_at is null and entity_type = 'recording_file'
-        and id not in (select outbox_id from serversync.waiting where code = 'ROW_CORRUPT')
-      union all
-      select payload, false from serversync.dead_letters
-      where original_topic = 'recording_file' and status <> 'RESOLVED') rival
-where position(%(directory)s in coalesce(payload->>'filePath', payload->>'file_path', '')) > 0
-   or coalesce(payload->>'callId', payload->>'call_id') = %(directory)s
-union all
-select null, directory, false from serversync.uploads
-where directory = %(directory)s and outbox_id <> %(seq)s
-order by 3 desc
-"""
-FORGET_UPLOAD: Final = """
-with gone as (
-    delete from serversync.uploads where outbox_id = %(seq)s and directory = %(directory)s
-    returning 1
-)
-insert into serversync.counters as c (name, label, value) select 'deletions', '', 1 from gone
-on conflict (name, label) do update set value = c.value + 1
-"""
-DELETION_FAILED: Final = """
-update serversync.uploads set tries = tries + 1, error = %(error)s
-where outbox_id = %(seq)s and directory = %(directory)s
-  and (tries < 8 or error is distinct from %(error)s)
-"""
 # Old rows, in chunks: processed ones only, and nothing while the clock is behind the last receipt.
 # By the primary key, up to the last row that an old receipt or letter names: where nothing is old
 # nothing is read. `pruned_until` tells a retry what may have been forgotten.
 PRUNE: Final = """
-with last as (
-    select started_at from serversync.deliveries order by id desc limit 1
-), bound as (
-    select greatest(
-        (select last_seq from serversync.deliveries
-         where started_at < now() - %(days)s::float8 * interval '1 day'
-         order by last_seq desc limit 1),
-        (select max(outbox_id) from serversync.dead_letters
-         where created_at < now() - %(days)s::float8 * interval '1 day')) as id
-), old as (
-    select id from sync_outbox
-    where id <= (select b.id from bound b)
-      and processed_at < now() - %(days)s::float8 * interval '1 day'
-      and now() >= (select max(l.started_at) from last l)
-    order by id limit 1000
+with old as materialized (
+    select now() - %(days)s::float8 * interval '1 day' as age
+    from (select started_at from serversync.deliveries order by id desc limit 1) last
+    where now() >= last.started_at
 ), rows as (
-    delete from sync_outbox o using old where o.id = old.id and o.processed_at is not null
+    delete from sync_outbox where processed_at is not null and id in (
+        select id from sync_outbox
+        where id <= greatest((select max(last_seq) from serversync.deliveries
+                              where started_at < (select age from old)),
+                             (select max(outbox_id) from serversync.dead_letters
+                              where created_at < (select age from old)))
+          and processed_at < (select age from old)
+        order by id limit 1000)
     returning 1
 ), noted as (
     insert into serversync.counters as c (name, label, value)
-    select 'pruned_until', '', extract(epoch from now() - %(days)s::float8 * interval '1 day')
-    from rows having count(*) > 0
+    select 'pruned_until', '', extract(epoch from age) from old where exists (select from rows)
     on conflict (name, label) do update set value = greatest(c.value, excluded.value)
 ), receipts as (
     delete from serversync.deliveries where id in (
         select id from serversync.deliveries
-        where started_at < now() - %(days)s::float8 * interval '1 day'
-          and now() >= (select max(l.started_at) from last l)
-          and not exists (select from old)  -- they tell where the old rows end
+        where started_at < (select age from old)
+          and not exists (select from rows)  -- they tell where the old rows end
+        order by id limit 1000)
+    returning 1
+), letters as (
+    delete from serversync.dead_letters where id in (
+        select id from serversync.dead_letters
+        where status = 'RESOLVED' and updated_at < (select age from old)
         order by id limit 1000)
     returning 1
 ), keys as (
     delete from serversync.idempotency_keys where expires_at < now() - interval '1 day'
-), letters as (
-    delete from serversync.dead_letters where id in (
-        select id from serversync.dead_letters
-        where status = 'RESOLVED' and updated_at < now() - %(days)s::float8 * interval '1 day'
-          and now() >= (select max(l.started_at) from last l)
-        order by id limit 1000)
-    returning 1
 )
 select (select count(*) from rows), (select count(*) from receipts),
        (select count(*) from letters)
-"""
-UNFINISHED: Final = """
-select coalesce((select true from sync_outbox where processed_at is null
-                 order by id limit 1), false)
 """
 
 # ==================================================================================================
@@ -2433,14 +2299,13 @@ class Session:
 
     def _migrate(self, ours: bool) -> None:
         known = self.run(VERSION)[0][0] if ours else 0
-        if known > len(MIGRATIONS):
+        if known > SCHEMA_VERSION:
             raise ConfigError(
                 [f"the schema serversync is of a newer version ({known}) than this program"]
             )
-        for number, migration in enumerate(MIGRATIONS[known:], known + 1):
-            # With its number: several statements, all or none.
-            self.run("set local statement_timeout = 0;" + migration, INDEX_DEADLINE)
-            say(logging.INFO, "migrated", f"schema serversync is now at version {number}")
+        if known < SCHEMA_VERSION:
+            self.run("set local statement_timeout = 0;" + MIGRATIONS[known], INDEX_DEADLINE)
+            say(logging.INFO, "migrated", f"schema serversync is now at version {SCHEMA_VERSION}")
 
     def make_optional(self) -> list[str]:
         """Index and trigger, where the role may; where not, why. While one of them waits for the
@@ -2498,8 +2363,8 @@ class Store:
         self.travels: dict[int, tuple[str, str]] = {}  # a file under way: its recording and call
 
     def _left_out(self) -> dict[str, Any]:
-        recordings, calls = zip(*self.travels.values(), strict=True) if self.travels else ((), ())
-        return {"skip": self.skip, "recordings": list(recordings), "calls": list(calls)}
+        travels = [name for names in self.travels.values() for name in names]
+        return {"skip": self.skip, "travels": travels}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
@@ -2549,7 +2414,7 @@ class Store:
                     conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})
             else:
                 marked = int.from_bytes(HOT_CONFIRM.run(conn, params)[0], "big")
-        if marked < len(seqs) and self.value(STILL_PENDING, seqs=list(seqs)):
+        if marked < len(seqs) and any(self.past(seq, readable=False) for seq in seqs):
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
                 "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
@@ -3836,7 +3701,7 @@ class Entries(Delivery):
                 self.careful = CAREFUL
                 return None
         self.careful -= 1
-        seq = self.store.value(NEXT_ID, after=after, until=until)
+        seq = self.store.value(NEXT_ID, after=after, until=until, files=False)
         if not seq:
             return Batch([], 0, b"")
         batch = self._read(seq, partial(self._fetch_in_order, seq - 1, seq, 1))
@@ -4088,7 +3953,8 @@ class Files(Delivery):
         turn = agent.once or now >= self.endpoint.retry_at
         if retry and turn and not out and retry[1] <= 0:
             return retry[0], now, True
-        if self.reached and (seq := self.store.value(NEXT_FILE, reached=self.reached)):
+        passed = {"after": 0, "until": self.reached, "files": True}
+        if self.reached and (seq := self.store.value(NEXT_ID, **passed)):
             return seq, now, False
         if retry and out and (retry[1] <= 0 or retry[2]):
             return retry[0], now, False
@@ -4748,7 +4614,7 @@ class Agent:
         """`once`: delivers what is due, and says by its exit code how that went."""
         try:
             self._drain()
-            unfinished = self.session.run(UNFINISHED)[0][0]
+            look = self.look()
             self.voice.rest()
         except Busy:
             say(logging.WARNING, "busy", "another agent holds the lock: try later")
@@ -4767,7 +4633,7 @@ class Agent:
             return EX_UNAVAILABLE
         if self.voice.deaths:
             return EX_PERSON
-        return EX_TEMPFAIL if unfinished else EX_OK
+        return EX_TEMPFAIL if look.entries or look.files else EX_OK
 
     def close(self) -> None:
         for job in self.jobs:
@@ -6442,8 +6308,14 @@ select json_build_object(
                 'files', coalesce(sum(entries) filter (where kind = 'file'), 0),
                 'bytes', coalesce(sum(bytes), 0)))
         from (select *, started_at > now() - interval '1 hour' as recent
-              from serversync.deliveries where started_at > now() - interval '1 day') d),
-    'locked', serversync.locked(%(key)s))
+              from serversync.deliveries where started_at > now() - interval '1 day') d))
+"""
+# Whether anybody holds the sender's lock.
+IS_LOCKED: Final = """
+select exists (
+    select from pg_locks l join pg_database b on b.oid = l.database
+    where l.locktype = 'advisory' and l.granted and b.datname = current_database()
+      and (l.classid::bigint << 32 | l.objid::bigint) = %(key)s)
 """
 # Quarters of an hour of the last day: what was delivered, and how much was left at the end of each.
 # Only rows that were there then are read: from the lowest id that a receipt of that day names.
@@ -6587,7 +6459,7 @@ with old as (
     update sync_outbox o set processed_at = null from newer n
     where o.id = n.id and o.processed_at is not null returning o.id
 )
-select exists (select from newer where processed_at is null) and serversync.locked(%(key)s)
+select exists (select from newer where processed_at is null)
 """
 # Deletes a letter and its row of the outbox: nothing sends it again, a replay neither. One that is
 # in the queue is taken out of it.
@@ -6842,7 +6714,8 @@ def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
     error = None
     try:
         with Desk(config, "status") as desk:
-            seen |= desk.run(SURVEY, key=LOCK_KEY)[0][0]
+            seen |= desk.run(SURVEY)[0][0]
+            seen["locked"] = desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]
             seen["settings"] = desk.run(SETTINGS_VIEW)[0][0]
     except (Unavailable, psycopg.Error) as met:
         error = clean(" ".join(str(met).split()), MASKING.known)
@@ -7049,8 +6922,9 @@ def put_back(desk: Desk) -> Iterator[list[int]]:
     yield seqs
     until = time.monotonic() + desk.patience
     while seqs:
-        under_way = desk.run(SEND_LAST, seqs=seqs, began=began, key=LOCK_KEY)[0][0]
+        newer = desk.run(SEND_LAST, seqs=seqs, began=began)[0][0]
         desk.run("notify serversync")
+        under_way = newer and desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]
         if not under_way or time.monotonic() > until:
             break
         time.sleep(0.2)  # a newer one may be on its way just now
@@ -8105,9 +7979,8 @@ def _setup_steps(
         known = conn.execute(VERSION).fetchall()[0][0]
     quoted = psycopg.sql.Identifier(role).as_string(conn)
     path = f"set local search_path = {psycopg.sql.Identifier(schema).as_string(conn)}, pg_temp"
-    for number, migration in enumerate(MIGRATIONS, 1):
-        make = f"begin; set local role {quoted}; {path};\n{migration.strip()}\ncommit"
-        yield f"its tables, version {number}", number <= known, make
+    make = f"begin; set local role {quoted}; {path};\n{MIGRATIONS.get(known, '').strip()}\ncommit"
+    yield f"its tables, version {SCHEMA_VERSION}", known >= SCHEMA_VERSION, make
     yield from (step[1:] for step in steps if step[0] > 100)
 
 
@@ -8507,10 +8380,10 @@ class Doctor:
     def schema(self) -> Findings:
         known = self.desk.run(VERSION)[0][0] if self.desk.run(RIGHTS)[0][3] else 0
         self._schema = known > 0
-        if known != len(MIGRATIONS):
-            text = f"version {known}, this program wants {len(MIGRATIONS)}"
+        if known != SCHEMA_VERSION:
+            text = f"version {known}, this program wants {SCHEMA_VERSION}"
             newer = "sudo apt install --only-upgrade serversync"
-            yield "failed", text, newer if known > len(MIGRATIONS) else "sudo serversync setup"
+            yield "failed", text, newer if known > SCHEMA_VERSION else "sudo serversync setup"
         return f"version {known}"
 
     def index(self) -> Findings:

@@ -164,8 +164,7 @@ def with_etags(frontend: Frontend) -> Callable[[Request], Reply | None]:
 def make_schema(db: Database) -> None:
     """The agent's tables, as its first start makes them."""
     db.execute(serversync.CREATE_SCHEMA)
-    for migration in serversync.MIGRATIONS:
-        db.execute(migration)
+    db.execute(serversync.MIGRATIONS[0])
 
 
 class _Unhurried(serversync.Process):

@@ -16,7 +16,7 @@ import pytest
 from agent import AgentFactory, NotifySocket
 from backend import Backend, Call
 from frontend import Frontend, Reply, Request
-from ledger import dead, let_days_pass, let_hours_pass, waiting
+from ledger import dead, entity_of, let_days_pass, let_hours_pass, waiting
 from pg import Database
 from waiting import wait_until
 
@@ -340,30 +340,29 @@ def test_a_corrupt_row_is_named_and_everything_else_flows(entity_type: str, scen
     assert not dead(db)
 
 
-# The way the agent writes an entry out ends the session of whoever does it for this one.
+# The way the agent writes a recording out ends the session of whoever does it for this one.
 DEADLY = """
-    alter function serversync.entry rename to plain_entry;
+    alter function serversync.uploaded rename to plain_uploaded;
     create sequence deaths;
-    create function serversync.entry(seq bigint, entity_type text, entity_id uuid, payload jsonb,
-        created_at timestamptz, op text, uploaded jsonb) returns text language plpgsql as $$
+    create function serversync.uploaded(recording uuid) returns jsonb language plpgsql as $$
     begin
-        if seq = {seq} then
+        if recording = '{entity}' then
             perform nextval('deaths'), pg_terminate_backend(pg_backend_pid()), pg_sleep(60);
         end if;
-        return plain_entry(seq, entity_type, entity_id, payload, created_at, op, uploaded);
+        return plain_uploaded(recording);
     end $$
 """
-HARMLESS = """drop function serversync.entry;
-    alter function serversync.plain_entry rename to entry"""
+HARMLESS = """drop function serversync.uploaded;
+    alter function serversync.plain_uploaded rename to uploaded"""
 
 
 def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scene: Scene) -> None:
     db = scene.db
     assert scene.agent.once().returncode == 0  # makes the schema
     calls = [scene.call()]
-    bad = scene.backend.enqueue()
+    bad = scene.backend.enqueue("recording")
     calls.append(scene.call())
-    db.execute(DEADLY.format(seq=bad))
+    db.execute(DEADLY.format(entity=entity_of(db, bad)))
     running = scene.agent()
     scene.arrive(calls, 90)
     scene.only_pending([bad], 10)
@@ -385,9 +384,9 @@ def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scen
 
 def test_once_gets_past_an_entry_that_ends_the_database_session(scene: Scene) -> None:
     assert scene.agent.once().returncode == 0  # makes the schema
-    bad = scene.backend.enqueue()
+    bad = scene.backend.enqueue("recording")
     calls = [scene.call()]
-    scene.db.execute(DEADLY.format(seq=bad))
+    scene.db.execute(DEADLY.format(entity=entity_of(scene.db, bad)))
     assert scene.agent.once(timeout=120).returncode == 75
     scene.arrive(calls, 1)
     assert waiting(scene.db)[bad]["code"] == "SESSION_LOST"

@@ -21,6 +21,7 @@ from ledger import dead, entity_of, failures, hold, let_hours_pass, receipts, up
 from pg import Database
 from waiting import wait_until
 
+SCHEMA_V1 = Path(__file__).with_name("schema_v1.sql")
 # Everything that defines the relations of a schema, with its identity: what was made anew differs.
 DEFINITIONS = """
     SELECT 'relation' AS kind, c.oid, c.relname AS name, c.relkind::text, c.relowner,
@@ -92,12 +93,60 @@ def test_first_start_makes_the_schema_and_the_second_changes_nothing(
     assert agent.once().returncode == 0
     first = definitions(db, "serversync"), definitions(db, "public")
     number = db.value("SELECT max(number) FROM serversync.schema_version")
-    assert number == len(serversync.MIGRATIONS)
+    assert number == serversync.SCHEMA_VERSION
     again = agent.once()
     assert again.returncode == 0
     assert "version" not in again.stderr
     assert (definitions(db, "serversync"), definitions(db, "public")) == first
     assert db.value("SELECT max(number) FROM serversync.schema_version") == number
+
+
+SHAPE = """
+    SELECT c.relname, c.reloptions::text, a.attname, format_type(a.atttypid, a.atttypmod),
+           a.attnotnull::text, a.attidentity::text, pg_get_expr(d.adbin, d.adrelid),
+           row_number() OVER (PARTITION BY c.oid ORDER BY a.attnum) AS place
+    FROM pg_class c
+    JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+    LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
+    WHERE c.relnamespace = 'serversync'::regnamespace
+    UNION ALL
+    SELECT 'constraint', conname, conrelid::regclass::text, pg_get_constraintdef(oid),
+           '', '', '', 0
+    FROM pg_constraint WHERE connamespace = 'serversync'::regnamespace
+    UNION ALL
+    SELECT 'index', c.relname, pg_get_indexdef(c.oid), '', '', '', '', 0
+    FROM pg_class c WHERE c.relnamespace = 'serversync'::regnamespace AND c.relkind = 'i'
+    UNION ALL
+    SELECT 'function', proname, pg_get_functiondef(oid), '', '', '', '', 0
+    FROM pg_proc WHERE pronamespace = 'serversync'::regnamespace
+    ORDER BY 1, 2, 3
+"""
+
+
+def test_an_upgraded_schema_is_the_same_as_a_fresh_one(agent: AgentFactory, db: Database) -> None:
+    assert agent.once().returncode == 0
+    fresh = db.rows(SHAPE)
+    assert {"waiting", "uploads", "settings", "index", "constraint", "function"} <= {
+        row[0] for row in fresh
+    }
+    db.execute("DROP SCHEMA serversync CASCADE")
+    for statement in (serversync.CREATE_SCHEMA, SCHEMA_V1.read_text()):
+        db.execute(statement)
+    assert agent.once().returncode == 0
+    assert db.rows(SHAPE) == fresh
+
+
+def test_an_upgrade_that_fails_changes_nothing(agent: AgentFactory, db: Database) -> None:
+    for statement in (serversync.CREATE_SCHEMA, SCHEMA_V1.read_text()):
+        db.execute(statement)
+    before = definitions(db, "serversync")
+    db.execute("CREATE VIEW looks AS SELECT * FROM serversync.recordings")  # the last of it fails
+    assert agent.once().returncode != 0
+    assert definitions(db, "serversync") == before
+    assert db.value("SELECT max(number) FROM serversync.schema_version") == 1
+    db.execute("DROP VIEW looks")
+    assert agent.once().returncode == 0
+    assert db.value("SELECT max(number) FROM serversync.schema_version") == 2
 
 
 V1_WAITING = """
@@ -135,7 +184,7 @@ V1_UPLOADED = """
 def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
-    for statement in (serversync.CREATE_SCHEMA, serversync.MIGRATION_1, serversync.CREATE_INDEX,
+    for statement in (serversync.CREATE_SCHEMA, SCHEMA_V1.read_text(), serversync.CREATE_INDEX,
                       serversync.CREATE_TRIGGER):  # fmt: skip
         db.execute(statement)
     sent = backend.end_call()

@@ -94,7 +94,7 @@ class Outbox(Store):
         insort(self.pending_of[entry.entity], entry.seq)
 
     def statement(self, sql: str, limit: float = 0, /, **params: Any) -> list[tuple[Any, ...]]:
-        for name in ("skip", "recordings", "calls", "before"):
+        for name in ("skip", "travels", "before"):
             params.pop(name, None)
         found = self.models[sql](**params)
         return [found if isinstance(found, tuple) else (found,)] if found is not None else []

@@ -462,7 +462,7 @@ def plans(world: World, pending: int, processed: int) -> list[tuple[str, Plan]]:
         first = db.value("select min(id) from sync_outbox where processed_at is null")
         last = db.value("select max(id) from sync_outbox")
         seqs = list(range(first, first + 100))
-        free: dict[str, Any] = {"skip": [], "recordings": [], "calls": []}
+        free: dict[str, Any] = {"skip": [], "travels": []}
         fetch = (
             free | {"after": 0, "until": last} | {"size": 100, "bytes": 1 << 19, "most": 8 << 20}
         )
@@ -476,14 +476,17 @@ def plans(world: World, pending: int, processed: int) -> list[tuple[str, Plan]]:
             ("FETCH, in the middle", serversync.FETCH, {**fetch, "after": (first + last) // 2}),
             ("CONFIRM", serversync.CONFIRM, confirm),
             ("HOLD_BACK, 100", serversync.HOLD_BACK, {"after": first - 1, "until": first + 99}),
-            ("NEXT_FILE", serversync.NEXT_FILE, {"reached": last, "skip": []}),
+            (
+                "NEXT_ID, files",
+                serversync.NEXT_ID,
+                {"files": True, "after": 0, "until": last, "skip": []},
+            ),
             ("READ_FILE", serversync.READ_FILE, {"seq": last, "skip": []}),
             ("NEXT_RETRY", serversync.NEXT_RETRY, {"files": False, "before": None, **free}),
             ("NEWEST_FREE", serversync.NEWEST_FREE, free),
-            ("SWEEP", serversync.SWEEP, {}),
+            *(("SWEEP", part, {}) for part in serversync.SWEEP.split(";")),
             ("PAST", serversync.PAST, {"seq": first, "readable": True}),
             ("PRUNE", serversync.PRUNE, {"days": 30}),
-            ("UNFINISHED", serversync.UNFINISHED, {}),
         )
         found = []
         with db.connect() as connection:

@@ -169,8 +169,8 @@ MUTANTS = [
     ),
     Mutant(
         "a late snapshot is sent as it is",
-        "coalesce(payload || uploaded, payload)",
-        "payload",
+        "coalesce(payload || case when entity_type = 'recording'",
+        "coalesce(payload || case when entity_type = 'none'",
         story="a late snapshot keeps the player",
     ),
     # Whose fault it is
