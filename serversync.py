@@ -478,12 +478,13 @@ class Answer:
     duration: float = 0.0
 
     @cached_property
-    def said(self) -> Any:
-        """Its body as JSON, or None."""
+    def said(self) -> dict[str, Any] | None:
+        """Its body, where that is a JSON object."""
         try:
-            return json.loads(self.body)
+            said = json.loads(self.body)
         except (ValueError, RecursionError):
             return None
+        return said if isinstance(said, dict) else None
 
 
 @dataclass(frozen=True)
@@ -556,6 +557,17 @@ class Receipt:
     url: str | None = None
     directory: str | None = None
     files: str = "[]"  # what may be deleted now, as JSON
+
+
+@dataclass
+class Result:
+    """What a request brought, until it is written down."""
+
+    generation: int
+    seqs: Sequence[int]
+    write: Callable[[], object]
+    file: FileEntry | None  # that was uploaded
+    locked: bool = False  # it waits for a lock
 
 
 @dataclass
@@ -966,21 +978,15 @@ LOOKS_MIN: Final = 5
 LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer than 300 s
 
 
-def backoff(tries: int, jitter: float, cap: float = BACKOFF_CAP) -> float:
-    """2, 4, 8, … 256 s, and full jitter: never all devices at once."""
-    return jitter * min(cap, 2.0 ** min(tries, 16))
-
-
-def patience(tries: int, pause: float | None, jitter: float) -> float:
-    """The backoff; at least the pause that was asked for (an hour at most), and a random part: up
-    to as long again within the cap of a backoff, a tenth of what is longer.
-
-    All who were told the same at the same moment, as when the power returns to all of them, or
-    until the same date, would else come back together.
-    """
+def backoff(
+    tries: int, jitter: float, pause: float | None = None, cap: float = BACKOFF_CAP
+) -> float:
+    """2, 4, 8, … 256 s, and full jitter. At least the pause that was asked for (an hour at most),
+    and a random part: up to as long again within the cap, a tenth of what is longer. All who were
+    told the same, or whose power returned at the same moment, would else come back together."""
     pause = min(pause or 0.0, HOUR)
     most = max(min(2 * pause, BACKOFF_CAP), 1.1 * pause)
-    return max(backoff(tries, jitter), pause + jitter * (most - pause))
+    return max(jitter * min(cap, 2.0 ** min(tries, 16)), pause + jitter * (most - pause))
 
 
 @dataclass(frozen=True)
@@ -988,9 +994,9 @@ class Rule:
     """A row of the table of verdicts."""
 
     when: Callable[[Answer], bool]
-    fate: Fate
     code: str
     reason: str
+    fate: Fate = Fate.SUSPECT
 
 
 def _http(*statuses: int) -> Callable[[Answer], bool]:
@@ -1012,71 +1018,60 @@ def _is_slow(answer: Answer) -> bool:
 
 
 def _rejects(answer: Answer) -> bool:
-    return answer.status in (400, 422) and isinstance(answer.said, dict)
+    return answer.status in (400, 422) and answer.said is not None
 
 
 _CLOCK: Final = "not yet valid|has expired"
-_NOT_OURS: Final = "a success, but not in the contract's words: not our frontend?"
+_TLS: Final = "TLS with the frontend failed"
+_TLS_CLOCK: Final = f"{_TLS} (if its certificate is good: is this clock right?)"
 _PROXY: Final = "too large for the frontend, or for a proxy before it (nginx: client_max_body_size)"
-_TLS_CLOCK: Final = (
-    "TLS with the frontend failed (if its certificate is good: is this clock right?)"
-)
-# The first row that fits decides. SENT rows stand in confirm_entries and confirm_upload: only
-# they know the contract's words.
+_UNREACHABLE: Final = "the frontend cannot be reached"
+_REDIRECT: Final = "a redirect, which is never followed: a login page?"
+_NOT_OURS: Final = "a success, but not in the contract's words: not our frontend?"
+# The first row that fits decides. What is sent does not stand here: only confirm_entries and
+# confirm_upload know the contract's words.
 RULES: Final = (
-    Rule(_trouble(Trouble.UNREACHABLE), Fate.OUTAGE,
-         "NETWORK_ERROR", "the frontend cannot be reached"),
-    Rule(_trouble(Trouble.TLS, _CLOCK), Fate.OUTAGE, "TLS_ERROR", _TLS_CLOCK),
-    Rule(_trouble(Trouble.TLS), Fate.OUTAGE, "TLS_ERROR", "TLS with the frontend failed"),
-    Rule(_trouble(Trouble.TIMEOUT), Fate.SUSPECT,
-         "NETWORK_TIMEOUT", "the frontend did not answer in time"),
-    Rule(_trouble(Trouble.RESET), Fate.SUSPECT,
-         "NETWORK_RESET", "the frontend closed the connection"),
-    Rule(_trouble(Trouble.GARBLED), Fate.SUSPECT, "BAD_RESPONSE", "what came back is not HTTP"),
-    Rule(_asks_for_a_pause, Fate.SUSPECT, "RATE_LIMITED", "the frontend asks for a pause"),
-    Rule(_http(409), Fate.SUSPECT,
-         "CONFLICT", "the frontend says conflict, but not that it has it"),
-    Rule(_http(*range(200, 300)), Fate.SUSPECT, "BAD_RESPONSE", _NOT_OURS),
-    Rule(_http(*range(300, 400)), Fate.SUSPECT,
-         "REDIRECTED", "a redirect, which is never followed: a login page?"),
-    Rule(_http(401), Fate.SUSPECT,
-         "UNAUTHORIZED", "the frontend does not accept our credentials"),
-    Rule(_http(403), Fate.SUSPECT,
-         "UNAUTHORIZED", "the frontend forbids it, perhaps to these credentials"),
-    Rule(_http(404, 405), Fate.SUSPECT,
-         "NOT_FOUND", "no such address: not deployed, or a wrong base URL?"),
-    Rule(_is_slow, Fate.WAITS, "TOO_SLOW", "the frontend gave up on a body that was moving"),
-    Rule(_http(408), Fate.SUSPECT, "NETWORK_TIMEOUT", "the frontend waited in vain"),
-    Rule(_http(413), Fate.SUSPECT, "TOO_LARGE", _PROXY),
-    Rule(_rejects, Fate.REJECTED, "BAD_REQUEST", "the frontend rejects it"),
-    Rule(_http(400, 422), Fate.SUSPECT, "BAD_RESPONSE", "rejected, but not by our frontend"),
-    Rule(_http(*range(500, 600)), Fate.SUSPECT, "FRONTEND_5XX", "the frontend has trouble"),
-    Rule(lambda answer: True, Fate.SUSPECT, "UNKNOWN", "an answer that nobody expected"),
-)  # fmt: skip
+    Rule(_trouble(Trouble.UNREACHABLE), "NETWORK_ERROR", _UNREACHABLE, Fate.OUTAGE),
+    Rule(_trouble(Trouble.TLS, _CLOCK), "TLS_ERROR", _TLS_CLOCK, Fate.OUTAGE),
+    Rule(_trouble(Trouble.TLS), "TLS_ERROR", _TLS, Fate.OUTAGE),
+    Rule(_trouble(Trouble.TIMEOUT), "NETWORK_TIMEOUT", "the frontend did not answer in time"),
+    Rule(_trouble(Trouble.RESET), "NETWORK_RESET", "the frontend closed the connection"),
+    Rule(_trouble(Trouble.GARBLED), "BAD_RESPONSE", "what came back is not HTTP"),
+    Rule(_asks_for_a_pause, "RATE_LIMITED", "the frontend asks for a pause"),
+    Rule(_http(409), "CONFLICT", "the frontend says conflict, but not that it has it"),
+    Rule(_http(*range(200, 300)), "BAD_RESPONSE", _NOT_OURS),
+    Rule(_http(*range(300, 400)), "REDIRECTED", _REDIRECT),
+    Rule(_http(401), "UNAUTHORIZED", "the frontend does not accept our credentials"),
+    Rule(_http(403), "UNAUTHORIZED", "the frontend forbids it, perhaps to these credentials"),
+    Rule(_http(404, 405), "NOT_FOUND", "no such address: not deployed, or a wrong base URL?"),
+    Rule(_is_slow, "TOO_SLOW", "the frontend gave up on a body that was moving", Fate.WAITS),
+    Rule(_http(408), "NETWORK_TIMEOUT", "the frontend waited in vain"),
+    Rule(_http(413), "TOO_LARGE", _PROXY),
+    Rule(_rejects, "BAD_REQUEST", "the frontend rejects it", Fate.REJECTED),
+    Rule(_http(400, 422), "BAD_RESPONSE", "rejected, but not by our frontend"),
+    Rule(_http(*range(500, 600)), "FRONTEND_5XX", "the frontend has trouble"),
+    Rule(lambda answer: True, "UNKNOWN", "an answer that nobody expected"),
+)
 
 
 def classify(answer: Answer, now: float = 0.0) -> Verdict:
     """Whose fault is an answer that was not confirmed?"""
     rule = next(rule for rule in RULES if rule.when(answer))
-    reason = rule.reason
-    if answer.status is not None:
-        reason += f": HTTP {answer.status}"
+    status = f"HTTP {answer.status}" if answer.status is not None else ""
     if rule.code == "TOO_LARGE":
-        reason += f" to {human(answer.sent)}"
-    if answer.detail:
-        reason += f": {answer.detail}"
-    elif answer.body:  # as a whole: it is masked before it is cut
-        reason += f": {answer.body.decode('utf-8', 'replace')}"
+        status += f" to {human(answer.sent)}"
+    # As a whole: it is masked before it is cut.
+    words = answer.detail or answer.body.decode("utf-8", "replace")
+    reason = ": ".join(filter(None, (rule.reason, status, words)))
     pause = retry_after(answer.retry_after, now) if rule.code == "RATE_LIMITED" else None
     return Verdict(rule.fate, rule.code, reason, answer.status, pause)
 
 
 def retry_after(text: str | None, now: float) -> float | None:
     """Seconds or a date; nonsense is None; never more than an hour, whatever the clocks say."""
-    if text is None:
-        return None
-    if re.fullmatch(r"[0-9]+", text.strip()):
-        return min(float(text.strip()[:12]), HOUR)
+    text = (text or "").strip()
+    if re.fullmatch(r"[0-9]+", text):
+        return min(float(text), HOUR)
     try:
         date = parsedate_to_datetime(text)  # without a zone: HTTP's dates are GMT
         wait = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now
@@ -1088,7 +1083,7 @@ def retry_after(text: str | None, now: float) -> float | None:
 def _already(answer: Answer, key: str) -> bool:
     """A 409 that says in words: I have it (it may also mean: the first one is still running)."""
     said = answer.said
-    if answer.status != 409 or not isinstance(said, dict):
+    if answer.status != 409 or said is None:
         return False
     error = said.get("error")
     codes = [said.get("code"), error.get("code") if isinstance(error, dict) else error]
@@ -1103,19 +1098,26 @@ def _success(answer: Answer) -> bool:
     return 200 <= (answer.status or 0) <= 299 and answer.complete
 
 
+def _says_ok(answer: Answer) -> bool:
+    return _success(answer) and (answer.said or {}).get("ok") is True
+
+
+def _sent(answer: Answer, already: bool) -> Verdict:
+    return Verdict(Fate.SENT, "CONFLICT_PROCESSED" if already else "", "confirmed", answer.status)
+
+
 def confirm_entries(
     answer: Answer, key: str, seqs: Sequence[int], now: float = 0.0
 ) -> tuple[Verdict, dict[int, str]]:
     """The verdict on a request of entries, and those that were refused for good with the reason."""
-    said = answer.said
     already = _already(answer, key)
-    if not already and not (_success(answer) and isinstance(said, dict) and said.get("ok") is True):
+    if not already and not _says_ok(answer):
         return classify(answer, now), {}
-    listed = said.get("rejected")
+    listed = (answer.said or {}).get("rejected")
     rejected: dict[int, str] = {}
     for item in listed if isinstance(listed, list) else []:
         seq = item.get("seq") if isinstance(item, dict) else None
-        if type(seq) is int and seq in seqs and seq not in rejected:
+        if type(seq) is int and seq in seqs:
             rejected[seq] = f"{item.get('code') or 'rejected'}: {item.get('message') or ''}"
     if listed is not None and (not isinstance(listed, list) or len(rejected) != len(listed)):
         reason = f"HTTP {answer.status}, but its list of rejected entries makes no sense"
@@ -1123,21 +1125,15 @@ def confirm_entries(
     return _sent(answer, already), rejected
 
 
-def _sent(answer: Answer, already: bool) -> Verdict:
-    return Verdict(Fate.SENT, "CONFLICT_PROCESSED" if already else "", "confirmed", answer.status)
-
-
 _FILE_URL: Final = re.compile(r"(?i)https?://[!-.0-~][!-~\u00a1-\ud7ff\ue000-\U0010ffff]{0,2040}")
 
 
 def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tuple[Verdict, str]:
     """The verdict on an upload, and the URL under which the frontend has it."""
-    said = answer.said
-    already = _already(answer, key)
+    already, said = _already(answer, key), answer.said or {}
     if not already and not _success(answer):
         return classify(answer, now), ""
-    url = said.get("fileUrl") if isinstance(said, dict) else None
-    problem = ""
+    url, problem = said.get("fileUrl"), ""
     if not isinstance(url, str) or not _FILE_URL.fullmatch(url):
         problem = "without a usable fileUrl"
     elif said.get("ok", True) is not True:
@@ -1152,17 +1148,14 @@ def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tup
 def is_alive(answer: Answer) -> bool:
     """The answer to an empty request: the contract's own, or that of a frontend which wants at
     least one entry."""
-    said = answer.said
-    if not isinstance(said, dict):
-        return False
-    return (_success(answer) and said.get("ok") is True) or answer.status in (400, 422)
+    return _says_ok(answer) or _rejects(answer)
 
 
 def confirm_length(look: Answer, size: int) -> Verdict:
     """What a HEAD says of an upload, where it can be trusted."""
     told = look.status == 200 and (look.length or "").isdigit()
     if told and int(look.length or 0) == size:
-        return Verdict(Fate.SENT, "", "confirmed", look.status)
+        return _sent(look, False)
     if told or look.status == 404:
         found = f"{look.length} of" if told else "none of"
         reason = f"stored, but not as it was sent: SYNC_VERIFY_PATH says that it has {found}"
@@ -1171,27 +1164,26 @@ def confirm_length(look: Answer, size: int) -> Verdict:
     return replace(classify(replace(look, detail=detail)), fate=Fate.SUSPECT)
 
 
-def judge(
-    past: Past, verdict: Verdict, retry_max: int, retry_hours: float, jitter: float,
-    probing: bool = False, charge: bool = True, counts: bool = True,
-) -> Step:  # fmt: skip
+def judge(past: Past, verdict: Verdict, config: Config, jitter: float, charge: bool = True) -> Step:
     """What becomes of one entry that failed alone.
 
     A suspect is charged only if others of its type got through since its last failure: without
-    them nothing says that it is the entry's fault. In an outage (`probing`) nothing dies; and tries
-    that only met the outage (not `counts`) never make it wait for an hour later.
+    them nothing says that it is the entry's fault. In an outage (not `charge`) nothing dies, nor
+    waits for an hour later because of it.
     """
     fate = verdict.fate
-    if fate is Fate.REJECTED and (probing or past.rejected >= REJECTED_IN_ROW):
+    if fate is Fate.REJECTED and (not charge or past.rejected >= REJECTED_IN_ROW):
         fate = Fate.SUSPECT
-    since = None if past.type_sent is None else past.sent_now - past.type_sent
-    charged = fate is Fate.SUSPECT and charge and since is not None and since >= SENT_SINCE
-    tries = past.tries + 1 if counts else max(past.tries, min(past.tries + 1, 8))
+    others = 0 if past.type_sent is None else past.sent_now - past.type_sent
+    charged = charge and fate is Fate.SUSPECT and others >= SENT_SINCE
+    tries = past.tries + 1 if charge else max(past.tries, min(past.tries + 1, 8))
     attempts = past.attempts + charged
-    worn_out = charged and attempts >= retry_max and past.waited >= retry_hours * HOUR
+    long = past.waited >= config.retry_hours * HOUR
+    worn_out = charged and attempts >= config.retry_max and long
+    dead = fate in (Fate.REJECTED, Fate.DEAD) or worn_out
     cap = HOUR if tries > 8 else BACKOFF_CAP
-    delay = max(backoff(tries, jitter, cap), patience(0, verdict.retry_after, jitter))
-    return Step(fate in (Fate.REJECTED, Fate.DEAD) or worn_out, tries, attempts, min(delay, HOUR))
+    delay = min(backoff(tries, jitter, verdict.retry_after, cap), HOUR)
+    return Step(dead, tries, attempts, delay)
 
 
 @dataclass
@@ -1214,8 +1206,8 @@ class Endpoint:
         ended, self.outage = self.outage, None
         self.failing.clear()
         self.hasty = False
-        if ended is not None or number >= self.size:
-            grown = max(self.size + 1, self.size + self.size // 10) if self.gentle else 2 * number
+        if number >= self.size:
+            grown = self.size + max(1, self.size // 10) if self.gentle else 2 * number
             self.size = min(self.most, grown)
         return ended
 
@@ -1229,23 +1221,24 @@ class Endpoint:
         self.failing.add(seq)
         return len(self.failing) >= self.in_row
 
-    def begin_outage(self, verdict: Verdict, now: float, jitter: float, by_entries: bool) -> None:
+    def begin_outage(self, verdict: Verdict, now: float, jitter: float, by_entries: bool) -> Outage:
         """What came back decides when the next try is; the first one tells since when."""
-        before = self.outage
-        tries = before.tries + 1 if before else 1
+        tries, since = (self.outage.tries + 1, self.outage.since) if self.outage else (1, now)
         pause = None if by_entries else verdict.retry_after  # that one was told to an entry
-        due = now + patience(tries, pause, jitter)
-        since = before.since if before else now
+        due = now + backoff(tries, jitter, pause)
         self.outage = Outage(verdict.code, verdict.reason, since, tries, due, by_entries)
         self.size, self.gentle, self.hasty = 1, False, False
+        return self.outage
 
     def retried(self, now: float, took: float, sent: bool) -> None:
         """Retries never take more than a tenth of the time."""
         self.retry_at = now if sent else now + min(SHARE * took, HOUR)
 
     def forget(self) -> None:
-        """Somebody mended something: try now."""
-        self.outage, self.retry_at, self.seen, self.size = None, 0.0, 0, self.most
+        """Somebody mended something: try now. What gets through ends an outage."""
+        if self.outage is not None:
+            self.outage.tries, self.outage.due = 0, 0.0
+        self.size, self.retry_at, self.seen = self.most, 0.0, 0
         self.gentle = self.hasty = False
         self.failing.clear()
 
@@ -1280,17 +1273,14 @@ IDLE: Final = "idle: nothing to send"
 
 def sentence_of(tally: Tally, outages: Sequence[tuple[str, Outage]], now: float) -> str:
     """What was done, or why nothing was done, in one sentence."""
-    done = []
-    if tally.entries:
-        done.append(f"sent {count(tally.entries, 'entry', 'entries')}")
-    if tally.files:
-        done.append(f"uploaded {count(tally.files, 'recording')} ({human(tally.bytes)})")
-    if tally.removed:
-        done.append(f"removed {count(tally.removed, 'uploaded recording')} from the disk")
-    if tally.waiting:
-        done.append(f"{count(tally.waiting, 'entry waits', 'entries wait')} for a retry")
-    if tally.dead:
-        done.append(f"gave up {count(tally.dead, 'entry', 'entries')} (dead letters)")
+    parts = (
+        (tally.entries, f"sent {count(tally.entries, 'entry', 'entries')}"),
+        (tally.files, f"uploaded {count(tally.files, 'recording')} ({human(tally.bytes)})"),
+        (tally.removed, f"removed {count(tally.removed, 'uploaded recording')} from the disk"),
+        (tally.waiting, f"{count(tally.waiting, 'entry waits', 'entries wait')} for a retry"),
+        (tally.dead, f"gave up {count(tally.dead, 'entry', 'entries')} (dead letters)"),
+    )
+    done = [words for number, words in parts if number]
     for _, outage in outages:
         wait = max(0.0, outage.due - now)
         told = f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s"
@@ -1756,7 +1746,7 @@ update serversync.waiting set next_attempt_at = now() where next_attempt_at < 'i
 # The end of an outage: what failed during it is due.
 END_OUTAGE: Final = """
 update serversync.waiting set next_attempt_at = now(), in_outage = false
-where in_outage and next_attempt_at < 'infinity' and is_file = %(files)s
+where in_outage and next_attempt_at < 'infinity'
   and code <> 'RATE_LIMITED'  -- not before the time that it was told
 """
 # Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
@@ -2359,11 +2349,17 @@ class Store:
         self.run = session.run
         self.rows = True  # there may be some in `waiting`
         self.before: datetime | None = None  # `once` retries what failed before it began
-        self.skip: list[int] = []  # confirmed, but a lock keeps that from being written down
-        self.travels: dict[int, tuple[str, str]] = {}  # a file under way: its recording and call
+        self.unwritten: list[Result] = []
+        self.travelling: FileEntry | None = None  # the file under way
+
+    @property
+    def skip(self) -> list[int]:
+        """Through at the frontend: not sent again while that waits to be written."""
+        return [seq for result in self.unwritten for seq in result.seqs]
 
     def _left_out(self) -> dict[str, Any]:
-        travels = [name for names in self.travels.values() for name in names]
+        files = [self.travelling, *(result.file for result in self.unwritten)]
+        travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
         return {"skip": self.skip, "travels": travels}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
@@ -3179,27 +3175,25 @@ class Job:
     """A generator that says after each piece of work when it wants to go on."""
 
     sentence = ""  # what a person should know of it; empty while all is well
+    published: dict[str, object] | None = None  # what the state file says of it
 
     def __init__(self) -> None:
         self.wait = AT_ONCE
         self._woken = False  # while it worked: it looks again before it rests
         self.failures = 0  # in a row: it alone waits
-        self._turns: Steps[None] | None = None
+        self._turns = self.turns()
 
     def turns(self) -> Steps[None]:
         raise NotImplementedError
 
     def step(self, now: float, ready: Container[int]) -> None:
-        """One piece of work, if it is time for it. An error ends the generator; the next step
-        begins a new one."""
+        """One piece of work, if it is time for it. After an error the next step begins anew."""
         if self.wait.until > now and self.wait.fd not in ready:
             return
-        if self._turns is None:
-            self._turns = self.turns()
         try:
             self.wait = next(self._turns)
         except BaseException:
-            self._turns, self.wait = None, AT_ONCE
+            self.close()
             raise
         self.failures = 0
         if self._woken and not self.under_way and self.wait.until > now:
@@ -3225,14 +3219,9 @@ class Job:
         """Another configuration, or somebody who says: try now."""
         self.wake()
 
-    def published(self) -> dict[str, object] | None:
-        """What the state file says of it."""
-        return None
-
     def close(self) -> None:
-        if self._turns is not None:
-            self._turns.close()
-            self._turns, self.wait = None, AT_ONCE
+        self._turns.close()
+        self._turns, self.wait = self.turns(), AT_ONCE
 
 
 FENCED: Final = "another sender came between: a result is thrown away"
@@ -3241,81 +3230,61 @@ RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is 
 
 class Ledger:
     """Results that must be written down. One that cannot be is kept, and nothing else is sent
-    before it; but one that only waits for a lock is set aside, and the others go on."""
+    before it; but one that only waits for a lock lets the others go on."""
 
     def __init__(self, session: Session, store: Store) -> None:
-        self.session, self.store = session, store
+        self.session, self.results = session, store.unwritten
         self.tries = 0
-        self._first: list[tuple[int, list[int], Callable[[], object]]] = []
-        self._aside: list[tuple[int, list[int], Callable[[], object]]] = []
-        self._aside_at = 0.0
-        self._arrived: set[int] = set()
+        self._again_at = 0.0
 
     def record(
-        self, seqs: Sequence[int], write: Callable[[], object], generation: int | None = None
+        self, seqs: Sequence[int], write: Callable[[], object], file: FileEntry | None = None
     ) -> None:
-        """The last thing in a step: if it fails, the loop comes back to it before anything else."""
-        generation = self.session.generation if generation is None else generation
-        self._first.append((generation, list(seqs), write))
-        self._note_skipped()
+        """The last thing in a step: if it fails, the loop comes back to it before anything else.
+        (Of another generation is only what waits here: what was under way ended with its own.)"""
+        self.results.append(Result(self.session.generation, seqs, write, file))
         with contextlib.suppress(psycopg.Error, Lost):
             self.settle()
 
     @property
     def stuck(self) -> bool:
-        return bool(self._first) or len(self._aside) >= RESULTS_ASIDE
+        return len(self.results) >= RESULTS_ASIDE or not all(each.locked for each in self.results)
 
     @property
     def wait(self) -> float:
         """When a result that waits for a lock is tried again."""
-        return self._aside_at if self._aside else float("inf")
+        return self._again_at if any(each.locked for each in self.results) else float("inf")
 
     def settle(self) -> None:
         """Raises what keeps a result from being written. It may take for ever."""
         began = time.monotonic()
-        if self._aside and began >= self._aside_at:
-            self._first, self._aside = [*self._aside, *self._first], []
-        while self._first:
-            generation, _, write = self._first[0]
+        again = began >= self._again_at
+        for result in [each for each in self.results if again or not each.locked]:
+            result.locked = False
             try:
-                if generation != self.session.generation:
+                if result.generation != self.session.generation:
                     say(logging.WARNING, "fenced", FENCED)
                 elif not self.session.locked:
                     raise Lost
                 else:
-                    write()
+                    result.write()
                     self.tries = 0
-            except psycopg.Error as error:
-                if error.sqlstate in LOCKED:
-                    self._aside.append(self._first[0])
-                elif error.sqlstate:  # else it is not the database's no: a bug of ours
-                    self.tries += 1
-                    raise
             except Lost:
                 raise
-            except Exception:
-                del self._first[0]
+            except Exception as error:
+                state = getattr(error, "sqlstate", None)
+                if state in LOCKED:
+                    result.locked = True
+                    continue
+                if state:
+                    self.tries += 1
+                else:  # not the database's no, but a bug of ours: it would be so for ever
+                    self.results.remove(result)
                 raise
-            del self._first[0]
-        if self._aside and began >= self._aside_at:
-            self._aside_at = time.monotonic() + max(1.0, SHARE * (time.monotonic() - began))
-        self._note_skipped()
-
-    def _note_skipped(self) -> None:
-        """What is through at the frontend is not sent again while that waits to be written."""
-        self.store.skip = [seq for _, seqs, _ in (*self._first, *self._aside) for seq in seqs]
-        for seq in [seq for seq in self.store.travels if seq in self._arrived]:
-            if seq not in self.store.skip:
-                del self.store.travels[seq]
-        self._arrived &= self.store.travels.keys()
-
-    def arrived(self, seq: int) -> None:
-        """A file travels no more; but what came of it may still have to be written down."""
-        self._arrived.add(seq)
-        self._note_skipped()
-
-
-OWN_OUTAGES: Final = ("ROOT_MISSING", "RATE_LIMITED")  # no success of another endpoint ends them
+            self.results.remove(result)
+        if began >= self.wait:
+            now = time.monotonic()
+            self._again_at = now + max(1.0, SHARE * (now - began))
 
 
 class Health:
@@ -3324,46 +3293,15 @@ class Health:
     def __init__(self, config: Config) -> None:
         self.entries = Endpoint("entries", config.batch_size, ENTRIES_IN_ROW, config.batch_size)
         self.files = Endpoint("files", 1, FILES_IN_ROW)
-        self.alive_at = float("-inf")  # when the empty request was answered
-        self.useless = False  # an entry got through after it was refused
+        self.endpoints = (self.entries, self.files)
+        self.alive_until = 0.0  # so long it is not asked; never, where it refuses to be
         self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
         self.untried = True  # somebody said: try now
-        self.ended: list[bool] = []  # outages whose rows are to be made due: of files?
-        self.told: dict[str, Outage] = {}  # ended by a reload: said when something gets through
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, Endpoint]:
-        return self.entries, self.files
-
-    def succeeded(self, endpoint: Endpoint, number: int) -> Outage | None:
-        """A success speaks for the frontend; what only entries of one endpoint say does not end,
-        nor does what was under way end a pause that was asked for meanwhile."""
-        if time.monotonic() < self.quiet_until:
-            return None
-        ended = endpoint.succeeded(number)
-        if ended is not None:
-            self.ended.append(endpoint is self.files)
-        for other in self.endpoints:
-            if other.outage and not (other.outage.by_entries or other.outage.code in OWN_OUTAGES):
-                other.succeeded(1)
-                self.ended.append(other is self.files)
-        return ended
-
-    def is_down(self, verdict: Verdict, now: float, jitter: float) -> None:
-        """It is the frontend, not an entry: of everything."""
-        for endpoint in self.endpoints:
-            endpoint.begin_outage(verdict, now, jitter, by_entries=False)
-            if endpoint.outage:  # what else fails meanwhile ends no pause that was asked for
-                endpoint.outage.due = max(endpoint.outage.due, self.quiet_until)
-        if verdict.code == "RATE_LIMITED" and self.entries.outage:
-            self.quiet_until = self.entries.outage.due
 
     def forget(self) -> None:
         for endpoint in self.endpoints:
-            if endpoint.outage is not None:
-                self.told.setdefault(endpoint.name, endpoint.outage)
             endpoint.forget()
-        self.alive_at, self.useless, self.quiet_until = float("-inf"), False, 0.0
+        self.alive_until = self.quiet_until = 0.0
 
 
 class Voice:
@@ -3415,7 +3353,7 @@ class Voice:
             for each in self.health.endpoints
             if each.outage
         ]
-        said = [told for job in self.jobs if (told := job.published()) is not None]
+        said = [job.published for job in self.jobs if job.published]
         self.state.write(
             sentence=sentence,
             standby=sentence == STANDBY,
@@ -3480,58 +3418,68 @@ def masked(verdict: Verdict) -> Verdict:
     return replace(verdict, reason=clean(verdict.reason, MASKING.known))
 
 
+# Their payload is not touched.
+UNREADABLE: Final = ("ROW_CORRUPT", "ENTRY_UNREADABLE", "SESSION_LOST")
+
+
 class Delivery(Job):
     """What entries and files have in common: whose fault it is, and what becomes of it."""
 
     def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
         super().__init__()
-        self.agent, self.endpoint = agent, endpoint
+        self.agent, self.endpoint, self.health = agent, endpoint, agent.health
         self.store, self.voice = agent.store, agent.voice
 
     def succeeded(self, number: int) -> None:
-        health = self.agent.health
-        told = health.told.pop(self.endpoint.name, None)
-        ended = health.succeeded(self.endpoint, number) or told
-        if ended is not None:
-            self.voice.recovered(self.endpoint, told or ended)
-        while health.ended:
-            files = health.ended.pop()
-            self.agent.ledger.record([], partial(self.store.run, END_OUTAGE, files=files))
-            (self.agent.files if files else self.agent.entries).wake()
+        """It speaks for the frontend, and ends every outage but one that only entries of the other
+        endpoint say. What was under way ends no pause that was asked for meanwhile."""
+        agent, health = self.agent, self.health
+        if time.monotonic() < health.quiet_until:
+            return
+        ended = self.endpoint.succeeded(number)
+        others = [each for each in health.endpoints if each.outage and not each.outage.by_entries]
+        for other in others:
+            other.succeeded(1)
+        if ended or others:
+            agent.ledger.record([], partial(agent.store.run, END_OUTAGE))
+            agent.entries.wake()
+            agent.files.wake()
+        if ended:
+            self.voice.recovered(self.endpoint, ended)
 
-    def begin_outage(self, verdict: Verdict) -> None:
-        """Of this endpoint alone."""
+    def begin_outage(self, verdict: Verdict, of_all: bool = False) -> None:
+        """Of this endpoint alone, or of everything. What was under way changes no pause."""
+        health, now, jitter = self.health, time.monotonic(), random.random()
+        if now < health.quiet_until:
+            return
         verdict = masked(verdict)
-        self.endpoint.begin_outage(verdict, time.monotonic(), random.random(), by_entries=True)
-        self.voice.outage(self.endpoint, verdict)
-
-    def frontend_is_down(self, verdict: Verdict) -> None:
-        verdict = masked(verdict)
-        self.agent.health.is_down(verdict, time.monotonic(), random.random())
+        for endpoint in health.endpoints if of_all else [self.endpoint]:
+            outage = endpoint.begin_outage(verdict, now, jitter, by_entries=not of_all)
+            if of_all and verdict.code == "RATE_LIMITED":
+                health.quiet_until = max(health.quiet_until, outage.due)
         self.voice.outage(self.endpoint, verdict)
 
     def is_it_the_frontend(self) -> Steps[Verdict | None]:
         """Asks with an empty request, unless that was answered a moment ago; None: it lives."""
-        health = self.agent.health
-        now = time.monotonic()
-        if health.useless or now - health.alive_at < ALIVE_SEC or now < health.quiet_until:
+        if time.monotonic() < max(self.health.alive_until, self.health.quiet_until):
             return None
         return (yield from self.ask())
 
     def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
-        key = hashlib.sha256(BODY_FRAME + uuid.uuid4().bytes).hexdigest()
-        frontend, limit = self.agent.frontend, min(self.agent.config.timeout, most)
+        frontend, health = self.agent.frontend, self.health
+        limit = min(self.agent.config.timeout, most)
         # On a wire of its own: a request of entries may be under way while a file fails.
-        wire = frontend.files if self.endpoint is self.agent.health.files else frontend.entries
-        answer = yield from frontend.post(BODY_FRAME, key, limit, wire)
+        wire = frontend.files if self.endpoint is health.files else frontend.entries
+        answer = yield from frontend.post(BODY_FRAME, uuid.uuid4().hex, limit, wire)
         if is_alive(answer):
-            self.agent.health.alive_at = time.monotonic()
+            health.alive_until = max(health.alive_until, time.monotonic() + ALIVE_SEC)
             return None
         return classify(answer, time.time())
 
     def conclude(
-        self, seqs: Sequence[int], verdict: Verdict, charge: bool = True, **more: Any
-    ) -> Steps[None]:
+        self, seqs: Sequence[int], verdict: Verdict, charge: bool = True,
+        recording_id: str | None = None,
+    ) -> Steps[None]:  # fmt: skip
         """The frontend did not take these: is it to blame, or one of them? A probe in an outage
         that it answers otherwise well leaves the outage to the entries."""
         probing, down = self.endpoint.outage is not None, None
@@ -3541,14 +3489,13 @@ class Delivery(Job):
             yield AT_ONCE
             down = yield from self.is_it_the_frontend()
         if down is not None:
-            self.frontend_is_down(down)
+            self.begin_outage(down, of_all=True)
         if len(seqs) > 1:
             if down is None:
                 self.endpoint.failed_together(len(seqs), verdict)
         elif verdict.fate is not Fate.OUTAGE:
-            self.failed(seqs[0], verdict, probing=probing or down is not None,
-                        charge=charge and down is None, counts=down is None or not probing,
-                        **more)  # fmt: skip
+            charge = charge and down is None and not probing
+            self.failed(seqs[0], verdict, charge, recording_id)
         if probing and down is None and self.endpoint.outage is not None:
             self.begin_outage(verdict)
 
@@ -3557,22 +3504,20 @@ class Delivery(Job):
         while (until := self.agent.health.quiet_until) > time.monotonic():
             yield Wait(until)
 
-    def failed(self, seq: int, verdict: Verdict, *, probing: bool = False, charge: bool = True,
-               counts: bool = True, recording_id: str | None = None,
-               readable: bool = True) -> None:  # fmt: skip
+    def failed(
+        self, seq: int, verdict: Verdict, charge: bool = True, recording_id: str | None = None
+    ) -> None:
         """One entry, alone, did not get through: it is given up, or waits with the reason."""
-        past = self.store.past(seq, readable)
+        past = self.store.past(seq, readable=verdict.code not in UNREADABLE)
         if past is None:
             return
-        config = self.agent.config
         verdict = masked(verdict)
-        step = judge(past, verdict, config.retry_max, config.retry_hours, random.random(),
-                     probing, charge, counts)  # fmt: skip
+        step = judge(past, verdict, self.agent.config, random.random(), charge)
         if step.dead:
             write: Callable[[], object] = partial(self.store.bury, seq, verdict, step, recording_id)
         else:
-            out = probing or self.endpoint.outage is not None
-            write = partial(self.store.set_waiting, seq, past, verdict, step, out)
+            in_outage = self.endpoint.outage is not None
+            write = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
             self.store.rows = True
         self.agent.ledger.record([seq], write)
         self.voice.failed(seq, past, verdict, step)
@@ -3721,7 +3666,7 @@ class Entries(Delivery):
         that were lost while it was read are enough."""
         if self.lost == (seq, 3):
             reason = "the database session was lost three times while this entry was read"
-            self.failed(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason), readable=False)
+            self.failed(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason))
             self.lost, self.careful = (0, 0), 0
             self.agent.session.losses = 0  # the cause is known
             return None
@@ -3734,8 +3679,7 @@ class Entries(Delivery):
         except psycopg.Error as error:
             if not is_of_the_data(error):
                 raise
-            verdict = self.why_unreadable(seq, error)
-            self.failed(seq, verdict, readable=verdict.fate is Fate.DEAD)
+            self.failed(seq, self.why_unreadable(seq, error))
             self.careful = 0
             return None
 
@@ -3768,19 +3712,18 @@ class Entries(Delivery):
         return verdict
 
     def _limit(self) -> float:
-        if self.agent.files.travelling:
+        if self.store.travelling:
             return BESIDE_SEC
         return HASTY_SEC if self.endpoint.hasty else float("inf")
 
     def _beside_upload(self, verdict: Verdict) -> bool:
         slow = verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR")
-        return slow and self.agent.files.travelling
+        return slow and self.store.travelling is not None
 
     def _send(self, batch: Batch, most: float) -> Steps[Verdict]:
         """One request; what was confirmed is recorded before anything else happens."""
         agent, voice = self.agent, self.voice
         agent.session.check()  # others may send these now
-        generation = agent.session.generation
         done, since = voice.tally.entries, time.monotonic() - voice.tally.started
         voice.inflight = len(batch.seqs)
         if self.endpoint.outage is None:
@@ -3798,7 +3741,7 @@ class Entries(Delivery):
             stored = [seq for seq in batch.seqs if seq not in rejected]
             size = len(batch.body)
             receipt = Receipt("entries", size, batch.key, batch.key, answer, outcome)
-            agent.ledger.record(stored, partial(self.store.confirm, stored, receipt), generation)
+            agent.ledger.record(stored, partial(self.store.confirm, stored, receipt))
             if stored:
                 self.succeeded(len(batch.seqs))
             voice.tally.entries += len(stored)
@@ -3881,7 +3824,7 @@ class Entries(Delivery):
             yield from self.conclude(batch.seqs, verdict)
             return
         self.wake()
-        if not outage.by_entries and not self.agent.health.useless:
+        if not outage.by_entries and self.agent.health.alive_until < float("inf"):
             yield from self._doubt_the_question()
 
     def _doubt_the_question(self) -> Steps[None]:
@@ -3889,7 +3832,7 @@ class Entries(Delivery):
         yield AT_ONCE
         down = yield from self.ask()
         if down and down.fate is not Fate.OUTAGE and down.code != "RATE_LIMITED":  # full for now
-            self.agent.health.useless = True
+            self.agent.health.alive_until = float("inf")
             text = "the frontend takes entries, but no empty request: it is not asked so any more"
             say(logging.INFO, "empty_request_refused", text)
 
@@ -3917,7 +3860,6 @@ class Files(Delivery):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent, agent.health.files)
         self.trusted: bool | None = None  # what HEAD says; None: not known yet
-        self.travelling = False
         self.reached = 0  # the last id of the last completed pass of the entries
 
     def reload(self) -> None:
@@ -3964,7 +3906,7 @@ class Files(Delivery):
     def _deliver(self, seq: int) -> Steps[bool]:
         """One recording; False: it failed."""
         entry: FileEntry | None = None
-        readable, ours = True, True  # the reason lies here
+        ours = True  # the reason lies here
         try:
             row = self.store.first(READ_FILE, seq=seq)
             if row is None:
@@ -3988,7 +3930,6 @@ class Files(Delivery):
         except psycopg.Error as error:
             if not is_of_the_data(error):
                 raise
-            readable = False
             verdict = self.why_unreadable(seq, error)
         except (Stopping, Lost, Unavailable):
             raise
@@ -3997,14 +3938,14 @@ class Files(Delivery):
             reason = "an error of serversync's own: see the journal"
             verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
         finally:
-            self.agent.arrived(seq)
+            self.agent.arrived()
         if verdict.fate is Fate.SENT:
             return True
         recording_id = entry.recording_id if entry else None
         if verdict.code == "ROOT_MISSING":
             self.begin_outage(verdict)
         elif ours:
-            self.failed(seq, verdict, recording_id=recording_id, readable=readable)
+            self.failed(seq, verdict, recording_id=recording_id)
         else:
             yield from self.conclude([seq], verdict, recording_id=recording_id)
         return verdict.code == "NOT_READY"
@@ -4037,7 +3978,6 @@ class Files(Delivery):
             )
         agent = self.agent
         grace_over = grace_is_over(entry.tries, entry.waited, agent.config.file_grace)
-        generation = agent.session.generation
         with (
             agent.recordings.root(agent.session.root_id, agent.adopt_root) as root,
             agent.recordings.opened(root, entry, grace_over) as ready,
@@ -4046,8 +3986,7 @@ class Files(Delivery):
                 text = f"recording {entry.seq} has no usable meta.json: sent with a minimal one"
                 say(logging.WARNING, "meta_made_up", text, SEQ=entry.seq, CALL_ID=ready.directory)
             agent.session.check()
-            self.travelling = True
-            self.store.travels[entry.seq] = (entry.recording_id, str(entry.call_log_id))
+            self.store.travelling = entry
             while agent.entries.under_way:  # it may hold what this would be written over by
                 yield Wait(time.monotonic() + 0.2)
             yield from self.pause()
@@ -4056,7 +3995,7 @@ class Files(Delivery):
                 return verdict
             if not ready.unchanged():
                 raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file changed while it was sent")
-            self._confirmed(entry, ready, verdict, url, answer, generation)
+            self._confirmed(entry, ready, verdict, url, answer)
             return verdict
 
     def _transfer(self, entry: FileEntry, ready: Ready) -> Steps[tuple[Verdict, str, Answer]]:
@@ -4119,7 +4058,7 @@ class Files(Delivery):
 
     def _same_digest(self, ready: Ready, answer: Answer) -> Steps[bool]:
         """Compares with the digest in the answer, if there is one; most frontends give none."""
-        claimed = answer.said.get("sha256")
+        claimed = (answer.said or {}).get("sha256")
         if claimed is None:
             return True
         digest, at, turn = hashlib.sha256(), 0, time.monotonic() + TURN_SEC
@@ -4143,8 +4082,9 @@ class Files(Delivery):
             return 0.0
         return rate
 
-    def _confirmed(self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str,
-                   answer: Answer, generation: int) -> None:  # fmt: skip
+    def _confirmed(
+        self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
+    ) -> None:
         outcome = "conflict_processed" if verdict.code else "sent"
         receipt = Receipt(
             "file", ready.size, ready.key, None, answer, outcome, entry.call_log_id,
@@ -4155,7 +4095,7 @@ class Files(Delivery):
             self.store.confirm([entry.seq], receipt)
             self.agent.deletions.wake()  # now: it may have waited for a lock
 
-        self.agent.ledger.record([entry.seq], write, generation)
+        self.agent.ledger.record([entry.seq], write, entry)
         self.succeeded(1)
         self.voice.tally.files += 1
         self.voice.tally.bytes += ready.size
@@ -4339,11 +4279,10 @@ class Agent:
         if until:
             self.files.wake()
 
-    def arrived(self, seq: int) -> None:
+    def arrived(self) -> None:
         """No file travels any more: what waited for its end goes on."""
-        if self.files.travelling:
-            self.files.travelling = False
-            self.ledger.arrived(seq)
+        if self.store.travelling:
+            self.store.travelling = None
             self.entries.reload()
 
     def adopt_root(self, root_id: str) -> None:
@@ -4379,11 +4318,13 @@ class Agent:
     def idle(self) -> bool:
         now = time.monotonic()
         resting = all(not job.under_way and job.wait.until > now for job in self.jobs)
-        return resting and not self.files.travelling and self.ledger.wait == float("inf")
+        return resting and not self.store.travelling and self.ledger.wait == float("inf")
 
     def rest(self) -> set[int]:
         """The one wait point: the database's socket, those of the requests under way, and signals
         through the wake-up pipe. Returns what is ready."""
+        if self.session.news():  # it came with the answer to a statement: no socket tells of it
+            self.entries.wake()
         now = time.monotonic()
         waits = [self.ledger.wait]
         if not self.ledger.stuck:
@@ -6077,7 +6018,8 @@ class Settings(Job):
             said.append(f"no settings since {lasted:.0f} s: {self.trouble.reason[:100]}")
         return "; ".join(said)
 
-    def published(self) -> dict[str, object]:
+    @property
+    def published(self) -> dict[str, object]:  # type: ignore[override]
         since = time.time() - (time.monotonic() - self.since)
         trouble = self.trouble and {"code": self.trouble.code, "reason": self.trouble.reason}
         return {"trouble": trouble and trouble | {"since": since}, "held": self.held}
@@ -6114,7 +6056,7 @@ class Settings(Job):
             self.due = now
             return
         self.tries += 1
-        wait = patience(self.tries, verdict.retry_after, random.random())
+        wait = backoff(self.tries, random.random(), verdict.retry_after)
         self._rest(now, 60.0)
         self.due = self.audio_due = max(self.due, now + wait)
         reason = clean(verdict.reason, MASKING.known)
@@ -6219,7 +6161,7 @@ class Settings(Job):
         except NotNow as why:  # of all files: an outage, a token
             self._audio_failed(file, why.verdict.reason)
             self.audio_tries += 1
-            wait = patience(self.audio_tries, why.verdict.retry_after or 1.0, random.random())
+            wait = backoff(self.audio_tries, random.random(), why.verdict.retry_after or 1.0)
             self.audio_due = time.monotonic() + wait
 
     def _audio_failed(self, file: AudioFile, reason: str) -> None:

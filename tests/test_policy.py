@@ -32,10 +32,10 @@ from serversync import (
     is_alive,
     judge,
     locate,
-    patience,
     retry_after,
     sentence_of,
 )
+from virtual import CONFIG
 
 KEY = "5e" * 32
 SEQS = [17, 18, 19]
@@ -401,15 +401,14 @@ def test_retry_after_counts_only_with_429_and_503(status: int) -> None:
 def test_a_wait_is_the_backoff_and_at_least_the_pause_that_was_asked_for(
     tries: int, pause: float, jitter: float
 ) -> None:
-    assert max(pause, backoff(tries, jitter)) <= patience(tries, pause, jitter)
-    assert patience(tries, pause, jitter) <= max(256, 1.1 * pause)
-    assert patience(tries, None, jitter) == backoff(tries, jitter)
+    wait = backoff(tries, jitter, pause)
+    assert max(pause, backoff(tries, jitter)) <= wait <= max(256, 1.1 * pause)
 
 
 def test_boxes_that_were_told_the_same_pause_come_back_at_moments_of_their_own() -> None:
-    waits = [patience(1, 60.0, jitter / 100) for jitter in range(101)]
+    waits = [backoff(1, jitter / 100, 60.0) for jitter in range(101)]
     assert (min(waits), max(waits), len(set(waits))) == (60.0, 120.0, 101)
-    assert patience(1, 3600.0, 1.0) == pytest.approx(3960.0)
+    assert backoff(1, 1.0, 3600.0) == pytest.approx(3960.0)
 
 
 # --- any answer at all ----------------------------------------------------------------------------
@@ -519,9 +518,10 @@ WORN = Past("call_log", None, tries=50, attempts=7, type_sent=5, waited=DAY, sen
 
 def step(
     past: Past, verdict: Verdict = SUSPECT, retry_max: int = 8, retry_hours: float = 24,
-    jitter: float = 1.0, **more: bool,
+    jitter: float = 1.0, charge: bool = True,
 ) -> serversync.Step:  # fmt: skip
-    return judge(past, verdict, retry_max, retry_hours, jitter, **more)
+    config = replace(CONFIG, retry_max=retry_max, retry_hours=retry_hours)
+    return judge(past, verdict, config, jitter, charge)
 
 
 @pytest.mark.parametrize(
@@ -569,22 +569,22 @@ def test_what_is_nobodys_fault_is_never_charged_and_never_dead(fate: Fate) -> No
 
 
 @pytest.mark.parametrize(
-    ("verdict", "rejected", "probing", "dead"),
+    ("verdict", "rejected", "charge", "dead"),
     [
-        (REJECTED, 0, False, True),
-        (REJECTED, 8, False, True),
+        (REJECTED, 0, True, True),
+        (REJECTED, 8, True, True),
         # A type that is only ever rejected is the frontend's fault; in an outage nothing dies.
-        (REJECTED, 9, False, False),
-        (REJECTED, 500, False, False),
-        (REJECTED, 0, True, False),
+        (REJECTED, 9, True, False),
+        (REJECTED, 500, True, False),
+        (REJECTED, 0, False, False),
         # What cannot be sent is dead for reasons that lie here.
-        (Verdict(Fate.DEAD, "FILE_MISSING", "gone"), 500, True, True),
+        (Verdict(Fate.DEAD, "FILE_MISSING", "gone"), 500, False, True),
     ],
 )
 def test_a_deadly_verdict_is_dead_at_once_but_for_the_tenth_of_a_type(
-    verdict: Verdict, rejected: int, probing: bool, dead: bool
+    verdict: Verdict, rejected: int, charge: bool, dead: bool
 ) -> None:
-    now = step(replace(NEVER, rejected=rejected), verdict, probing=probing)
+    now = step(replace(NEVER, rejected=rejected), verdict, charge=charge)
     assert (now.dead, now.attempts) == (dead, 0)
 
 
@@ -733,9 +733,13 @@ def test_retries_take_a_tenth_of_the_time(took: float, sent: bool, next_one: flo
 
 def test_somebody_who_says_try_now_is_heard() -> None:
     told = Outage("RATE_LIMITED", "a pause", 0.0, 3, 3600.0, False)
-    endpoint = Endpoint("entries", 100, 30, 1, True, True, told, {7}, 9, 5000.0)
+    endpoint = Endpoint("entries", 100, 30, 1, True, True, None, {7}, 9, 5000.0)
     endpoint.forget()
     assert endpoint == Endpoint("entries", 100, 30, 100)
+    endpoint = Endpoint("entries", 100, 30, 1, outage=told)
+    endpoint.forget()
+    at_once = replace(told, tries=0, due=0.0)  # it ends with what gets through
+    assert endpoint == Endpoint("entries", 100, 30, 100, outage=at_once)
 
 
 # --- the sentence of a cycle ----------------------------------------------------------------------

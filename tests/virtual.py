@@ -99,9 +99,9 @@ class Outbox(Store):
         found = self.models[sql](**params)
         return [found if isinstance(found, tuple) else (found,)] if found is not None else []
 
-    def end_outage(self, files: bool) -> None:
+    def end_outage(self) -> None:
         for seq, row in list(self.waiting.items()):
-            if row.in_outage and row.waits_for is None and not files:
+            if row.in_outage and row.waits_for is None:
                 self._keep(seq, row._replace(in_outage=False, due=self.clock.now))
 
     def look(self) -> tuple[object, ...]:

@@ -192,7 +192,7 @@ class Box(virtual.Box):
         entries.endpoint.size, self.settings.tries = 1, 300
         for seq, entry in self.outbox.pending.items():
             for _ in range(10 if entry.kind == "call_log" else 0):
-                entries.failed(seq, verdict, probing=True, charge=False, counts=False)
+                entries.failed(seq, verdict, charge=False)
 
 
 @contextlib.contextmanager

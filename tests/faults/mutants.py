@@ -57,15 +57,13 @@ MUTANTS = [
     # What confirms
     Mutant(
         "entries are marked on any 2xx",
-        '(_success(answer) and isinstance(said, dict) and said.get("ok") is True):\n'
-        "        return classify(answer, now), {}\n",
-        "_success(answer):\n        return classify(answer, now), {}\n"
-        "    said = said if isinstance(said, dict) else {}\n",
+        "    if not already and not _says_ok(answer):\n",
+        "    if not already and not _success(answer):\n",
         story="false confirmations of entries",
     ),
     Mutant(
         "a CONFLICT counts as sent",
-        "    if answer.status != 409 or not isinstance(said, dict):\n        return False\n",
+        "    if answer.status != 409 or said is None:\n        return False\n",
         "    if answer.status != 409:\n        return False\n    return True\n",
         story="false confirmations of entries",
     ),
@@ -163,8 +161,8 @@ MUTANTS = [
     ),
     Mutant(
         "what a file that travels would be written over by goes on",
-        "self.store.travels[entry.seq] = (entry.recording_id, str(entry.call_log_id))\n",
-        "pass\n",
+        "        files = [self.travelling, *(result.file for result in self.unwritten)]\n",
+        "        files: list[FileEntry | None] = []\n",
         story="a late snapshot keeps the player",
     ),
     Mutant(
@@ -176,8 +174,8 @@ MUTANTS = [
     # Whose fault it is
     Mutant(
         "a failure is charged, whoever got through",
-        "since is not None and since >= SENT_SINCE",
-        "since is not None",
+        "fate is Fate.SUSPECT and others >= SENT_SINCE",
+        "fate is Fate.SUSPECT and past.type_sent is not None",
         story="nothing dies of an outage",
     ),
     Mutant(
@@ -189,49 +187,49 @@ MUTANTS = [
     ),
     Mutant(
         "attempts alone kill",
-        "worn_out = charged and attempts >= retry_max and past.waited >= retry_hours * HOUR",
-        "worn_out = charged and attempts >= retry_max",
+        "worn_out = charged and attempts >= config.retry_max and long",
+        "worn_out = charged and attempts >= config.retry_max",
         story="files vouch for files, hours must pass",
     ),
     Mutant(
         "hours alone kill",
-        "worn_out = charged and attempts >= retry_max and past.waited >= retry_hours * HOUR",
-        "worn_out = past.waited >= retry_hours * HOUR",
+        "worn_out = charged and attempts >= config.retry_max and long",
+        "worn_out = long",
         story="nothing dies of an outage",
     ),
     Mutant(
         "what is rejected in an outage dies",
-        "if fate is Fate.REJECTED and (probing or past.rejected >= REJECTED_IN_ROW):",
+        "if fate is Fate.REJECTED and (not charge or past.rejected >= REJECTED_IN_ROW):",
         "if fate is Fate.REJECTED and past.rejected >= REJECTED_IN_ROW:",
         (POLICY, OUTAGES),
     ),
     Mutant(
         "a whole type may die",
-        "(probing or past.rejected >= REJECTED_IN_ROW):",
-        "probing:",
+        "(not charge or past.rejected >= REJECTED_IN_ROW):",
+        "not charge:",
         story="a whole type is rejected",
     ),
     Mutant(
         "a 400 that is not the frontend's is deadly",
-        "return answer.status in (400, 422) and isinstance(answer.said, dict)",
+        "return answer.status in (400, 422) and answer.said is not None",
         "return answer.status in (400, 422)",
         story="false confirmations of entries",
     ),
     Mutant(
         "a 5xx is deadly",
-        'Rule(_http(*range(500, 600)), Fate.SUSPECT, "FRONTEND_5XX"',
-        'Rule(_http(*range(500, 600)), Fate.DEAD, "FRONTEND_5XX"',
+        '"FRONTEND_5XX", "the frontend has trouble")',
+        '"FRONTEND_5XX", "the frontend has trouble", Fate.DEAD)',
         story="nothing dies of an outage",
     ),
     Mutant(
         "whatever answers the empty request lives (is_alive)",
-        '    return (_success(answer) and said.get("ok") is True) or answer.status in (400, 422)\n',
+        "    return _says_ok(answer) or _rejects(answer)\n",
         "    return True\n",
         (BLOCKING + "::test_a_frontend_that_refuses_everything_is_told_at_once_and_asked_seldom",),
     ),
     Mutant(
         "nothing that answers the empty request lives (is_alive)",
-        '    return (_success(answer) and said.get("ok") is True) or answer.status in (400, 422)\n',
+        "    return _says_ok(answer) or _rejects(answer)\n",
         "    return False\n",
         (POLICY, BLOCKING),
     ),
@@ -244,7 +242,7 @@ MUTANTS = [
     # Outages and retries
     Mutant(
         "the end of an outage makes nothing due (END_OUTAGE)",
-        "self.agent.ledger.record([], partial(self.store.run, END_OUTAGE, files=files))\n",
+        "agent.ledger.record([], partial(agent.store.run, END_OUTAGE))\n",
         "pass\n",
         (OUTAGES, FLOW),
     ),
@@ -295,19 +293,19 @@ MUTANTS = [
     # Results
     Mutant(
         "a result that could not be recorded is forgotten",
-        "            except Lost:\n                raise\n            except Exception:\n",
-        "            except Exception:\n",
+        "            except Lost:\n                raise\n            except Exception as error:\n",
+        "            except Exception as error:\n",
         story="the database goes when something is confirmed",
     ),
     Mutant(
         "what waits to be recorded is sent again (Ledger.skip)",
-        "self.store.skip = [seq for _, seqs, _ in (*self._first, *self._aside) for seq in seqs]\n",
-        "self.store.skip = []\n",
+        "return [seq for result in self.unwritten for seq in result.seqs]\n",
+        "return []\n",
         (BLOCKING + "::test_a_locked_row_holds_only_its_own_result",),
     ),
     Mutant(
         "another sender's epoch is ignored (Ledger, generation)",
-        "                if generation != self.session.generation:\n",
+        "                if result.generation != self.session.generation:\n",
         "                if False:\n",
         (SENDERS, STATE),
     ),
@@ -357,9 +355,9 @@ MUTANTS = [
     ),
     Mutant(
         "the file is deleted before the record",
-        "            self._confirmed(entry, ready, verdict, url, answer, generation)\n",
+        "            self._confirmed(entry, ready, verdict, url, answer)\n",
         "            os.unlink(ready.name, dir_fd=ready.folder)\n"
-        "            self._confirmed(entry, ready, verdict, url, answer, generation)\n",
+        "            self._confirmed(entry, ready, verdict, url, answer)\n",
         (
             "tests/faults/test_disk.py"
             "::test_an_upload_that_a_full_database_cannot_record_is_kept_and_not_sent_again",
