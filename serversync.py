@@ -612,6 +612,10 @@ class Unavailable(Exception):
     """The database is not there, or not as it must be; a state, not a failure."""
 
 
+class NotRecorded(Unavailable):
+    """A result that the database does not take."""
+
+
 class EntryTrouble(Exception):
     """A local reason against sending one recording; carries its verdict."""
 
@@ -639,39 +643,31 @@ _IN_QUOTES: Final = (
     r"|(?P<mark>\\+[\"'])(?:(?!(?<!\\)(?P=mark)).)*(?:(?P=mark))?"
 )
 _WORD: Final = r"(?:\\+[\"']?|[^\s\"'&,;\\])+"
-_SECRETS: Final = (
-    (re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.S), "***"),
-    # Whatever the scheme is: its name, and one word or a list of key=value.
-    (
-        re.compile(
-            rf"(?is)(authorization\\*[\"']?\s*[=:]\s*)(?:{_IN_QUOTES}|{_WORD}(?:[ \t]+"
-            rf"(?:[\w-]+=(?:\"[^\"]*\"|{_WORD})(?:,\s*[\w-]+=(?:\"[^\"]*\"|{_WORD}))*|{_WORD}))?)"
+_PAIR: Final = rf"[\w-]+=(?:\"[^\"]*\"|{_WORD})"
+_IS: Final = r"\\*[\"']?\s*[=:]\s*"
+_NAMES: Final = "password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key"
+_TOKENS: Final = "gh[pousr]_|github_pat_|glpat-|sk[-_]|xox|xapp-|AIza"
+_SECRETS: Final = [
+    (re.compile(pattern), instead)
+    for pattern, instead in (
+        (r"(?s)-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", "***"),
+        # Whatever the scheme is: its name, and one word or a list of key=value.
+        (
+            rf"(?is)(authorization{_IS})"
+            rf"(?:{_IN_QUOTES}|{_WORD}(?:[ \t]+(?:{_PAIR}(?:,\s*{_PAIR})*|{_WORD}))?)",
+            r"\1***",
         ),
-        r"\1***",
-    ),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[^\s\"',;]+"), r"\1 ***"),
-    # A password may hold any character but a blank: up to the last @ before a quote.
-    (re.compile(r"(://[^/\s:]{0,500}:)[^\s@]{0,1000}@(?:[^\s\"'<>]{0,1000}@)?"), r"\1***@"),
-    (
-        re.compile(
-            r"(?is)((?:password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key)"
-            rf"\\*[\"']?\s*[=:]\s*)(?:{_IN_QUOTES}|{_WORD})"
-        ),
-        r"\1***",
-    ),
-    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),
-    (
-        re.compile(
-            r"\b(?:gh[pousr]_|github_pat_|glpat-|sk[-_]|xox[a-z]-|xoxe\.|xapp-|AIza)[\w.-]{16,}"
-        ),
-        "***",
-    ),
-    (re.compile(r"\beyJ[\w-]{8,8000}\.[\w-]{1,8000}\.[\w-]*"), "***"),
-)
+        (r"(?i)\b(bearer|basic)\s+[^\s\"',;]+", r"\1 ***"),
+        # A password may hold any character but a blank: up to the last @ before a quote.
+        (r"(://[^/\s:]{0,500}:)[^\s@]{0,1000}@(?:[^\s\"'<>]{0,1000}@)?", r"\1***@"),
+        (rf"(?is)((?:{_NAMES}){_IS})(?:{_IN_QUOTES}|{_WORD})", r"\1***"),
+        (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "***"),
+        (rf"\b(?:{_TOKENS})[\w.-]{{16,}}", "***"),
+        (r"\beyJ[\w-]{8,8000}\.[\w-]{1,8000}\.[\w-]*", "***"),
+    )
+]
 # Without one of these none of the above matches: most sentences have none.
-_TELLTALE: Final = re.compile(
-    r"[=:]|-----|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk[-_]|xox|xapp-|AIza|eyJ|(?i:bearer|basic)"
-)
+_TELLTALE: Final = re.compile(rf"[=:]|-----|AKIA|ASIA|eyJ|{_TOKENS}|(?i:bearer|basic)")
 CLEAN_MAX, CUT_MARGIN = 256 * 1024, 8 * 1024  # characters
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_BUT_BREAKS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -780,31 +776,12 @@ class Repeats:
             return
         if last == key and count:
             text += f" ({count + 1} times since)"
-        if topic not in self._said and len(self._said) > 256:
-            self._said.clear()
-        self._said[topic] = (key, now, 0)
+        remember(self._said, topic, (key, now, 0))
         say(level, event, text, **more)
 
     def over(self, topic: str) -> bool:
         """True once for a topic that was spoken of."""
         return self._said.pop(topic, None) is not None
-
-
-@dataclass
-class Limit:
-    """A deadline on something that blocks, and how to end it."""
-
-    until: float
-    shut: Callable[[], None] | None
-    last: float = float("inf")  # no extension goes beyond
-    expired: bool = False
-
-    def extend(self, seconds: float) -> None:
-        self.until = min(time.monotonic() + seconds, self.last)
-
-
-def _nothing() -> None:
-    pass
 
 
 STOP_GRACE: Final = 0.8  # a request under way may still end by itself; the whole stop takes < 2 s
@@ -817,15 +794,11 @@ class Process:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.stop_at: float | None = None
         self.reload = False
-        self.wake_fd, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._limits: list[Limit] = []
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._limit: tuple[float, Callable[[], None] | None] | None = None
         self._interval = int(environ.get("WATCHDOG_USEC") or 0) / 1e6 / 4
+        self._idle_limit = 2 * self._interval or 3600.0  # half the watchdog's time
         self._fed = 0.0
-
-    @property
-    def idle_limit(self) -> float:
-        """The longest wait at the wait point: half the watchdog's time."""
-        return 2 * self._interval or 3600.0
 
     def install(self) -> None:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -842,69 +815,64 @@ class Process:
 
     def _on_tick(self, *_: object) -> None:
         """Runs twice a second while something blocks: feeds the watchdog until the deadline."""
-        if not self._limits:
+        if self._limit is None:
             return
-        limit, now = self._limits[-1], time.monotonic()
+        (until, shut), now = self._limit, time.monotonic()
         stopped = self.stop_at is not None and now >= self.stop_at + STOP_GRACE
-        if now < limit.until and not stopped:
+        if now < until and not stopped:
             self.progress()
             return
-        limit.expired = True
-        if limit.shut is None:
+        if shut is None:
             raise TimedOut
-        limit.shut()
+        shut()
 
     @contextlib.contextmanager
-    def deadline(
-        self, seconds: float, shut: Callable[[], None] | None, most: float = float("inf")
-    ) -> Iterator[Limit]:
-        """Ends what blocks: shuts its socket, or raises TimedOut where there is none yet.
+    def deadline(self, seconds: float, shut: Callable[[], None] | None) -> Iterator[None]:
+        """Ends what blocks: shuts its socket, or raises TimedOut where there is none yet. There is
+        never one within another.
 
         Socket time limits are not deadlines: an answer of a byte every 0.4 s outlives a limit of
         1 s, and a signal alone does not end a recv (PEP 475).
         """
-        limit = Limit(0.0, shut, time.monotonic() + most)
-        limit.extend(seconds)
-        self._limits.append(limit)
-        if len(self._limits) == 1:
-            signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
+        self._limit = (time.monotonic() + seconds, shut)
+        signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
         try:
-            yield limit
+            yield
         finally:
             try:
-                limit.expired, limit.shut = limit.expired, _nothing  # no TimedOut from here on
+                self._limit = None  # no TimedOut from here on
             finally:
-                self._limits.remove(limit)
-                if not self._limits:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def check(self) -> None:
-        if self.stop_at is not None:
+    def check(self, grace: float = 0.0) -> None:
+        if self.stop_at is not None and time.monotonic() >= self.stop_at + grace:
             raise Stopping
 
     def progress(self) -> None:
-        """Feeds the watchdog. Called from progress and from bounded waits, never from a thread."""
+        """Feeds the watchdog. Called from progress and around bounded waits, never by a thread."""
         now = time.monotonic()
         if self._interval and now - self._fed >= self._interval:
             self._fed = now
             daemon.notify("WATCHDOG=1")
 
-    def drain_wakeups(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_fd, 4096)
+    def wait(self, until: float, sockets: Iterable[tuple[int, int]] = ()) -> set[int]:
+        """Until that time at most, for the events of these sockets, and for signals through the
+        wake-up pipe. Returns what is ready."""
+        poller = select.poll()
+        for fd, events in (*sockets, (self._wake_r, select.POLLIN)):
+            poller.register(fd, events)
+        left = min(until - time.monotonic(), self._idle_limit)
+        ready = {fd for fd, _ in poller.poll(max(0.0, left) * 1000)}
+        if self._wake_r in ready:
+            os.read(self._wake_r, 4096)
+        return ready
 
 
 def shut_socket(fd: int) -> None:
     """Ends whatever blocks on the socket. By a duplicate: SSLSocket.shutdown would drop TLS."""
-    with contextlib.suppress(OSError):
-        twin = os.dup(fd)
-        try:
-            with socket.socket(fileno=twin) as ended:
-                twin = -1  # its own from here on
-                ended.shutdown(socket.SHUT_RDWR)
-        finally:
-            if twin >= 0:  # the number is no socket's any more
-                os.close(twin)
+    kind = (socket.AF_INET, socket.SOCK_STREAM)  # of whatever kind it is: nobody asks for it
+    with contextlib.suppress(OSError), socket.fromfd(fd, *kind) as twin:
+        twin.shutdown(socket.SHUT_RDWR)
 
 
 def look_up(host: str) -> None:
@@ -929,35 +897,23 @@ def look_up(host: str) -> None:
 
 
 class StateFile:
-    """/run/serversync/state.json for those who look from outside; at most once a second."""
+    """/run/serversync/state.json, for those who look from outside."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
         self.path = os.path.join(directory, "state.json") if directory else None
         self.started = time.monotonic()
-        self.unwritten: dict[str, object] | None = None
-        self._next = 0.0
 
     def write(self, **state: object) -> None:
+        if self.path is None:
+            return
         now = time.time()  # by the clock as it is now: at the start it may have been wrong
         since = now - (time.monotonic() - self.started)
-        self.unwritten = {"pid": os.getpid(), "since": since, "at": now} | state
-        self.flush()
-
-    def wait(self) -> float:
-        """In how many seconds there is something to write."""
-        unwritten = self.path is not None and self.unwritten is not None
-        return max(0.0, self._next - time.monotonic()) if unwritten else float("inf")
-
-    def flush(self) -> None:
-        if self.wait() > 0:
-            return
-        self._next = time.monotonic() + 5  # a full /run must not stop deliveries: again later
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a full /run must not stop deliveries
             with open(f"{self.path}.new", "w", encoding="utf-8") as file:
-                file.write(json.dumps(self.unwritten) + "\n")
-            os.replace(f"{self.path}.new", str(self.path))
-            self.unwritten, self._next = None, self._next - 4
+                who: dict[str, object] = {"pid": os.getpid(), "since": since, "at": now}
+                file.write(json.dumps(who | state) + "\n")
+            os.replace(f"{self.path}.new", self.path)
 
 
 # ==================================================================================================
@@ -979,7 +935,7 @@ LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer th
 
 
 def backoff(
-    tries: int, jitter: float, pause: float | None = None, cap: float = BACKOFF_CAP
+    tries: int, jitter: float, pause: float | None = None, *, cap: float = BACKOFF_CAP
 ) -> float:
     """2, 4, 8, … 256 s, and full jitter. At least the pause that was asked for (an hour at most),
     and a random part: up to as long again within the cap, a tenth of what is longer. All who were
@@ -1182,7 +1138,7 @@ def judge(past: Past, verdict: Verdict, config: Config, jitter: float, charge: b
     worn_out = charged and attempts >= config.retry_max and long
     dead = fate in (Fate.REJECTED, Fate.DEAD) or worn_out
     cap = HOUR if tries > 8 else BACKOFF_CAP
-    delay = min(backoff(tries, jitter, verdict.retry_after, cap), HOUR)
+    delay = min(backoff(tries, jitter, verdict.retry_after, cap=cap), HOUR)
     return Step(dead, tries, attempts, delay)
 
 
@@ -2172,7 +2128,6 @@ class Session:
         self.locked = False
         self.generation = 0  # another sender came between: older results are worth nothing
         self.root_id: str | None = None
-        self.losses = 0  # in a row, until all was done once
         self._epoch = ("", 0)  # of this database
         self._identity: dict[str, Any] = {}
         self._calls: list[object] = []
@@ -2218,10 +2173,6 @@ class Session:
         if self.conn is not None:
             self.conn.close()
         self.conn, self.locked = None, False
-
-    @property
-    def fd(self) -> int:
-        return self.conn.pgconn.socket if self.conn is not None else -1
 
     @contextlib.contextmanager
     def session(self, seconds: float = DB_DEADLINE) -> Iterator[psycopg.Connection[Any]]:
@@ -2545,7 +2496,7 @@ class Source(io.RawIOBase):
             if time.monotonic() >= self.until:
                 raise TimeoutError("the answer did not end in time")
             select.select([self._sock], [], [], TICK)
-            self._process.check()
+            self._process.check(STOP_GRACE)
             self._process.progress()
         if self._error is not None:
             raise self._error
@@ -3175,7 +3126,6 @@ class Job:
     """A generator that says after each piece of work when it wants to go on."""
 
     sentence = ""  # what a person should know of it; empty while all is well
-    published: dict[str, object] | None = None  # what the state file says of it
 
     def __init__(self) -> None:
         self.wait = AT_ONCE
@@ -3219,6 +3169,10 @@ class Job:
         """Another configuration, or somebody who says: try now."""
         self.wake()
 
+    def published(self) -> dict[str, object]:
+        """What the state file says of it."""
+        return {}
+
     def close(self) -> None:
         self._turns.close()
         self._turns, self.wait = self.turns(), AT_ONCE
@@ -3234,7 +3188,6 @@ class Ledger:
 
     def __init__(self, session: Session, store: Store) -> None:
         self.session, self.results = session, store.unwritten
-        self.tries = 0
         self._again_at = 0.0
 
     def record(
@@ -3243,7 +3196,7 @@ class Ledger:
         """The last thing in a step: if it fails, the loop comes back to it before anything else.
         (Of another generation is only what waits here: what was under way ended with its own.)"""
         self.results.append(Result(self.session.generation, seqs, write, file))
-        with contextlib.suppress(psycopg.Error, Lost):
+        with contextlib.suppress(NotRecorded, Lost):
             self.settle()
 
     @property
@@ -3268,7 +3221,6 @@ class Ledger:
                     raise Lost
                 else:
                     result.write()
-                    self.tries = 0
             except Lost:
                 raise
             except Exception as error:
@@ -3277,9 +3229,8 @@ class Ledger:
                     result.locked = True
                     continue
                 if state:
-                    self.tries += 1
-                else:  # not the database's no, but a bug of ours: it would be so for ever
-                    self.results.remove(result)
+                    raise NotRecorded(str(error)) from error
+                self.results.remove(result)  # a bug of ours: it would be so for ever
                 raise
             self.results.remove(result)
         if began >= self.wait:
@@ -3307,81 +3258,62 @@ class Health:
 class Voice:
     """What the agent says of itself: the unit's status, the state file, the journal."""
 
-    def __init__(self, state: StateFile, health: Health, once: bool) -> None:
-        self.state, self.health, self.once = state, health, once
+    def __init__(self, state: StateFile, session: Session, health: Health) -> None:
+        self.state, self.session, self.health = state, session, health
         self.repeats = Repeats()
         self.tally = Tally()
         self.deaths = 0
-        self.inflight = 0  # entries of the request that is under way
-        self.listening = False
+        self.done = IDLE  # the sentence of what was done last
         self.sentence = ""
         self.jobs: Sequence[Job] = ()
         self._busy_at = 0.0
-        self._troubled = True  # the last sentence was of trouble: it must not stay
 
     def rest(self) -> None:
         """The sentence of what was done since the last rest; where nobody looked for entries, the
         last one stays."""
-        outages = [(each.name, each.outage) for each in self.health.endpoints if each.outage]
-        sentence = sentence_of(self.tally, outages, time.monotonic())
-        trouble = "; ".join(job.sentence for job in self.jobs if job.sentence)
         if any(job.failures for job in self.jobs):
             return  # what failed was told, and stands
-        if self.tally.looked or trouble or sentence != IDLE or self._troubled:
-            self.report(f"{sentence}; {trouble}" if trouble else sentence)
-        self._troubled = bool(trouble or outages)
+        outages = [(each.name, each.outage) for each in self.health.endpoints if each.outage]
+        done = sentence_of(self.tally, outages, time.monotonic())
+        if self.tally.looked or done != IDLE:
+            self.done = done
         self.tally = Tally()
-
-    def report(self, sentence: str) -> None:
-        sentence = clean(sentence, MASKING.known)
-        if sentence != self.sentence:
-            log.debug("%s", sentence, extra={"EVENT": "cycle"})
-        self._show(sentence, None)
+        self.report("; ".join([self.done, *(job.sentence for job in self.jobs if job.sentence)]))
 
     def busy(self, sentence: str, **progress: object) -> None:
         """What is going on in the middle; at most once a second."""
         if time.monotonic() - self._busy_at >= 1:
             self._busy_at = time.monotonic()
-            self._show(sentence, progress)
+            self.report(sentence, progress)
 
-    def _show(self, sentence: str, progress: dict[str, object] | None) -> None:
+    def report(self, sentence: str, progress: dict[str, object] | None = None) -> None:
+        sentence = clean(sentence, MASKING.known)
         wall = time.time() - time.monotonic()
         outages = [
-            {"endpoint": each.name, "code": each.outage.code}
-            | {"reason": clean(each.outage.reason, MASKING.known)}
+            {"endpoint": each.name, "code": each.outage.code, "reason": each.outage.reason}
             | {"since": wall + each.outage.since, "due": wall + each.outage.due}
             for each in self.health.endpoints
             if each.outage
         ]
-        said = [job.published for job in self.jobs if job.published]
-        self.state.write(
-            sentence=sentence,
-            standby=sentence == STANDBY,
-            listening=self.listening,
-            inflight=self.inflight,
-            outages=outages,
-            progress=progress,
-            settings=said[0] if said else {"trouble": None, "held": {}},
-        )
-        if sentence != self.sentence and not self.once:
+        state = {"sentence": sentence, "standby": sentence == STANDBY, "outages": outages}
+        state |= {"listening": self.session.locked, "progress": progress}
+        for job in self.jobs:
+            state |= job.published()
+        self.state.write(**state)
+        if sentence != self.sentence:
+            self.sentence = sentence
             daemon.notify(f"STATUS={sentence}")
-        self.sentence = sentence
+            say(logging.DEBUG, "cycle", sentence)
 
     def outage(self, endpoint: Endpoint, verdict: Verdict) -> None:
         """Told when it begins, and when its reason is another."""
         if endpoint.outage is None:
             return
         wait = endpoint.outage.due - time.monotonic()
-        reason = clean(verdict.reason, MASKING.known)
-        self.repeats.say(
-            endpoint.name,
-            f"{verdict.code} {verdict.status}",
-            logging.WARNING,
-            "outage",
-            f"{endpoint.name}: outage, nothing is lost: {reason} (next try in {wait:.0f} s)",
-            ERROR_CODE=verdict.code,
-            HTTP_STATUS=verdict.status,
-        )
+        words = f"outage, nothing is lost: {verdict.reason} (next try in {wait:.0f} s)"
+        key, text = f"{verdict.code} {verdict.status}", f"{endpoint.name}: {words}"
+        more = {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
+        self.repeats.say(endpoint.name, key, logging.WARNING, "outage", text, **more)
 
     def recovered(self, endpoint: Endpoint, outage: Outage) -> None:
         lasted = time.monotonic() - outage.since
@@ -3561,6 +3493,7 @@ class Entries(Delivery):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent, agent.health.entries)
         self.careful = 0  # so many more
+        self.inflight = 0  # entries of the request that is under way
         self.blind = False  # an upload fills the line: nothing is concluded until it is over
         self.lost = (0, 0)  # the entry that ended the session which read it, and how often
 
@@ -3573,10 +3506,8 @@ class Entries(Delivery):
         self.blind = False
         super().wake()
 
-    def connection_lost(self, times: int) -> None:
-        """After the second loss in a row the entries are read one by one."""
-        if times >= 2:
-            self.careful = CAREFUL
+    def published(self) -> dict[str, object]:
+        return {"inflight": self.inflight}
 
     def turns(self) -> Steps[None]:
         agent = self.agent
@@ -3668,7 +3599,7 @@ class Entries(Delivery):
             reason = "the database session was lost three times while this entry was read"
             self.failed(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason))
             self.lost, self.careful = (0, 0), 0
-            self.agent.session.losses = 0  # the cause is known
+            self.agent.failures = 0  # the cause is known
             return None
         try:
             return self._sendable(fetch())
@@ -3725,13 +3656,13 @@ class Entries(Delivery):
         agent, voice = self.agent, self.voice
         agent.session.check()  # others may send these now
         done, since = voice.tally.entries, time.monotonic() - voice.tally.started
-        voice.inflight = len(batch.seqs)
+        self.inflight = len(batch.seqs)
         if self.endpoint.outage is None:
             voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
         try:
             answer = yield from agent.frontend.post(batch.body, batch.key, most)
         finally:
-            voice.inflight = 0
+            self.inflight = 0
         verdict, rejected = confirm_entries(answer, batch.key, batch.seqs, time.time())
         if len(rejected) == len(batch.seqs) == 1:  # as any other rejection
             reason = rejected[batch.seqs[0]]
@@ -3838,11 +3769,12 @@ class Entries(Delivery):
 
 
 def agent_interval(config: Config, look: Look) -> float:
-    """How long until the next look: what the backend's settings say goes before ours. A minute at
-    most: a table that was rebuilt has lost its trigger."""
+    """How long until the next look: what the backend's settings say goes before ours. Half a minute
+    at most: a line that went silent is only noticed by asking, and a table that was rebuilt has
+    lost its trigger."""
     said = look.interval
     usable = said is not None and 0 < said <= 86400
-    return min(max(float(said or 0), 0.1) if usable else config.poll_interval, 60.0)
+    return min(max(float(said or 0), 0.1) if usable else config.poll_interval, 30.0)
 
 
 # ==================================================================================================
@@ -4238,6 +4170,24 @@ class Housekeeping(Job):
 # ==================================================================================================
 
 STANDBY: Final = "standby: another agent holds the lock"
+LOCK_PATIENCE: Final = 30.0  # `once` waits so long for what somebody else has locked
+
+
+class Busy(Exception):
+    """Another agent holds the lock."""
+
+
+# What keeps the loop, or a job, from going on; the first that fits: level, event, text.
+TROUBLES: Final = (
+    (Busy, logging.INFO, "standby", STANDBY),
+    (Lost, logging.WARNING, "database_lost", "the database connection is lost: {error}"),
+    (NotRecorded, logging.ERROR, "not_recorded",
+     "a result cannot be recorded, nothing else is sent: {error}"),
+    (Unavailable, logging.WARNING, "database_outage", "{error}"),
+    (psycopg.errors.LockNotAvailable, logging.WARNING, "database_locked",
+     "somebody has locked a table of the database: nothing is sent until that ends"),
+    (Exception, logging.ERROR, "cycle_failed", "a cycle failed, and is tried again: {error!r}"),
+)  # fmt: skip
 
 
 class Agent:
@@ -4254,12 +4204,13 @@ class Agent:
         self.frontend = Frontend(config, process)
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
-        self.voice = Voice(state, self.health, once)
+        self.voice = Voice(state, self.session, self.health)
         self.entries, self.files = Entries(self), Files(self)
         self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
         jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
         self.jobs: list[Job] = [*jobs, self.housekeeping]
         self.voice.jobs = self.jobs
+        self.failures = 0  # of the loop, in a row, until all is at rest
 
     # --- what the jobs tell each other ----------------------------------------------------------
 
@@ -4293,16 +4244,80 @@ class Agent:
 
     # --- the loop -------------------------------------------------------------------------------
 
+    def _loop(self) -> None:
+        """Until a signal asks for the end; `once` until there is nothing to do at once. It waits
+        for what somebody else has locked, too, but not for ever."""
+        ready: set[int] = set()
+        resume_at, give_up_at = 0.0, float("inf")
+        while True:
+            try:
+                self.process.check()
+                if self.process.reload:
+                    self.reload()
+                    resume_at = 0.0
+                if time.monotonic() >= resume_at:
+                    self.hold()
+                    self.turn(ready)
+                    now = time.monotonic()
+                    waits = self.once and self.ledger.wait < float("inf")
+                    give_up_at = min(give_up_at, now + LOCK_PATIENCE) if waits else float("inf")
+                    if self.idle() or now > give_up_at:
+                        self.failures = 0
+                        self.voice.rest()
+                        if self.once:
+                            return
+                ready = self.rest(resume_at)
+            except (Stopping, ConfigError):
+                raise
+            except Exception as error:
+                if self.once and (self.failures >= 5 or not isinstance(error, Lost)):
+                    raise
+                resume_at = time.monotonic() + self.pause_after(error)
+
+    def hold(self) -> None:
+        """Returns with the connection made and the lock taken; raises Unavailable, or Busy."""
+        if self.session.locked:
+            return
+        generation = self.session.generation
+        try:
+            if self.session.conn is None:
+                self.session.connect()
+            if not self.session.take_lock():
+                raise Busy(STANDBY)
+        except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
+            self.session.close()
+            if isinstance(error, ConfigError) and not generation:
+                raise  # later it is a state: a restore may be under way
+            raise Unavailable(" ".join(str(error).split())) from None
+        if self.session.generation != generation:  # the rows may be others
+            if any(job.under_way for job in self.jobs):
+                say(logging.WARNING, "fenced", FENCED)
+            for job in self.jobs:
+                job.close()
+        self._look_anew()
+        troubles = ("standby", "database_lost", "database_outage")
+        over = [self.voice.repeats.over(trouble) for trouble in troubles]
+        if any(over):
+            say(logging.INFO, "recovered", "the database is there, and the lock is ours")
+
+    def _look_anew(self) -> None:
+        """The lock is ours (again)."""
+        self.files.reached, self.store.rows = 0, True
+        for job in self.jobs:
+            job.wake()
+        self.entries.reload()
+        if self.once:
+            self.store.before = self.store.before or self.session.run("select now()")[0][0]
+        elif self.health.untried:
+            self.try_now()
+
     def turn(self, ready: Container[int] = ()) -> None:
         """Every job has its turn; what was confirmed is written down before anything else."""
-        if self.session.news():
-            self.entries.wake()
         for job in self.jobs:
             self.process.check()
-            self.process.progress()
             self.ledger.settle()
             if self.ledger.stuck:
-                return
+                break
             try:
                 job.step(time.monotonic(), ready)
             except (Stopping, Lost, ConfigError):
@@ -4310,106 +4325,49 @@ class Agent:
             except Exception as error:
                 if self.once:
                     raise
-                self._met(error, 0)
+                self._met(error)
                 job.put_off(time.monotonic())
-                if not self.session.locked:
-                    raise Lost from None
+        if self.session.news():  # last: what came with a statement's answer wakes no poll
+            self.entries.wake()
 
     def idle(self) -> bool:
         now = time.monotonic()
         resting = all(not job.under_way and job.wait.until > now for job in self.jobs)
         return resting and not self.store.travelling and self.ledger.wait == float("inf")
 
-    def rest(self) -> set[int]:
-        """The one wait point: the database's socket, those of the requests under way, and signals
-        through the wake-up pipe. Returns what is ready."""
-        if self.session.news():  # it came with the answer to a statement: no socket tells of it
-            self.entries.wake()
-        now = time.monotonic()
-        waits = [self.ledger.wait]
-        if not self.ledger.stuck:
-            waits += [job.wait.until for job in self.jobs]
-        wait = min(waits) - now
-        if wait > 0:
-            wait = min(wait, self.process.idle_limit, self.state_wait())
-        poller = select.poll()
-        poller.register(self.process.wake_fd, select.POLLIN)
-        if self.session.fd >= 0:
-            poller.register(self.session.fd, select.POLLIN)
-        for job in [] if self.ledger.stuck else self.jobs:
-            if job.under_way:
-                poller.register(job.wait.fd, job.wait.events)
-        ready = {fd for fd, _ in poller.poll(max(0.0, wait) * 1000 + (wait > 0))}
-        if self.process.wake_fd in ready:
-            self.process.drain_wakeups()
-        return ready
+    def rest(self, resume_at: float) -> set[int]:
+        """The one wait point: the database's socket, those of the requests under way, and signals;
+        until something is due. Returns what is ready."""
+        self.process.progress()
+        if time.monotonic() < resume_at:
+            return self.process.wait(resume_at)
+        jobs = [] if self.ledger.stuck else self.jobs
+        sockets = [(job.wait.fd, job.wait.events) for job in jobs if job.under_way]
+        if self.session.conn is not None:
+            sockets.append((self.session.conn.fileno(), select.POLLIN))
+        until = min([self.ledger.wait, *(job.wait.until for job in jobs)])
+        return self.process.wait(until, sockets)
 
-    def state_wait(self) -> float:
-        self.voice.state.flush()
-        return self.voice.state.wait()
+    def pause_after(self, error: Exception) -> float:
+        """It keeps the loop from going on: in how many seconds that is tried again."""
+        self._met(error)
+        if isinstance(error, Busy):
+            return 2.0
+        self.failures += 1
+        if isinstance(error, Lost) and self.failures >= 2:
+            self.entries.careful = CAREFUL  # perhaps one of them ends the session that reads it
+        return backoff(self.failures - 1, 0.5 + random.random() / 2, cap=15.0)
 
-    def hold(self) -> None:
-        """Returns with the connection made and the lock held, however long that takes."""
-        tries, held, repeats = 0, self.session.locked, self.voice.repeats
-        generation = self.session.generation
-        while not self.session.locked:
-            self.process.check()
-            try:
-                if self.session.conn is None:
-                    self.session.connect()
-                if self.session.take_lock():
-                    break
-                if self.once:
-                    raise Busy
-                repeats.say("lock", "standby", logging.INFO, "standby", STANDBY)
-                self.tell(STANDBY)
-                self.pause(2.0)
-            except (Unavailable, Lost, psycopg.Error, ConfigError) as error:
-                self.session.close()
-                if isinstance(error, ConfigError) and not self.session.generation:
-                    raise  # later it is a state: a restore may be under way
-                text = clean(" ".join(str(error).split()), MASKING.known)
-                if self.once:
-                    raise Unavailable(text) from None
-                tries += 1
-                repeats.say("database", text, logging.WARNING, "database_outage", text)
-                self.tell(text)
-                self.pause(min(0.25 * 2 ** min(tries, 6), 15.0) * (0.5 + random.random() / 2))
-        self.voice.listening = True
-        if self.session.generation != generation:  # the rows may be others
-            if any(job.under_way for job in self.jobs):
-                say(logging.WARNING, "fenced", FENCED)
-            for job in self.jobs:
-                job.close()
-        if not held:
-            self.taken()
-        if repeats.over("database") or repeats.over("lock"):
-            say(logging.INFO, "recovered", "the database is there, and the lock is ours")
+    def _met(self, error: Exception) -> None:
+        """What went wrong is said, once a minute."""
+        _, level, event, text = next(row for row in TROUBLES if isinstance(error, row[0]))
+        text, bug = text.format(error=error), event == "cycle_failed"
+        self.voice.repeats.say(event, text, level, event, text, exc_info=bug)
+        self.voice.report(text)
+        if getattr(error.__cause__ or error, "sqlstate", None) in ("3F000", "42P01", "42883"):
+            self.session.close()  # our schema is gone (a restore?): made anew with the lock
 
-    def taken(self) -> None:
-        """The lock is ours (again): everything is looked at anew."""
-        self.files.reached, self.store.rows = 0, True
-        for job in self.jobs:
-            job.wake()
-        self.entries.reload()
-
-    def tell(self, sentence: str) -> None:
-        self.voice.listening = self.session.locked
-        self.voice.report(sentence)
-
-    def pause(self, seconds: float) -> None:
-        """A wait for a state to change; signals end it."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and not self.process.reload:
-            self.process.check()
-            self.process.progress()
-            poller = select.poll()
-            poller.register(self.process.wake_fd, select.POLLIN)
-            poller.poll(min(left, self.process.idle_limit, self.state_wait()) * 1000 + 1)
-            self.process.drain_wakeups()
-        self.process.check()
-        if self.process.reload:
-            self.reload()
+    # --- a signal -------------------------------------------------------------------------------
 
     def reload(self) -> None:
         """SIGHUP: a good configuration takes over, a bad one is refused with its reasons."""
@@ -4448,35 +4406,14 @@ class Agent:
         if self.session.locked:
             self.ledger.record([], partial(self.session.run, MAKE_DUE))
 
+    # --- the two commands -----------------------------------------------------------------------
+
     def serve(self) -> int:
         """`run`: until a signal asks for the end."""
         daemon.notify("READY=1")
         say(logging.INFO, "started", f"serversync {__version__} started")
-        tries, wait = 0, 0.0
-        ready: set[int] = set()
-        while True:
-            try:
-                if wait:  # once a failure, not before each turn until all is at rest
-                    seconds, wait = wait, 0.0
-                    self.pause(seconds)
-                if not self.session.locked:
-                    self.hold()
-                if self.health.untried:
-                    self.try_now()
-                self.turn(ready)
-                if self.idle():
-                    self._come_to_rest()
-                    tries = 0
-                ready = self.rest()
-                if self.process.reload:
-                    self.reload()
-            except Stopping:
-                break
-            except ConfigError:
-                raise
-            except Exception as error:
-                tries = self._met(error, tries)
-                wait = backoff(min(tries, 5), 1.0) if tries else 0.0
+        with contextlib.suppress(Stopping):
+            self._loop()
         self._finish()
         daemon.notify("STOPPING=1\nSTATUS=stopped")
         say(logging.INFO, "stopped", "stopped; what is pending waits in the outbox")
@@ -4485,83 +4422,26 @@ class Agent:
             signal.signal(number, signal.SIG_IGN)  # while Python ends, they would kill
         return EX_OK
 
-    def _come_to_rest(self) -> None:
-        self.session.losses = 0
-        self.voice.rest()
-
-    def _met(self, error: Exception, tries: int) -> int:
-        """What ended a turn: said, and how often it was in a row."""
-        repeats = self.voice.repeats
-        if isinstance(error, Lost):
-            self.session.losses += 1
-            self.entries.connection_lost(self.session.losses)
-            self.voice.listening = False
-            text = f"the database connection is lost: {clean(str(error), MASKING.known)}"
-            repeats.say("database", "lost", logging.WARNING, "database_lost", text)
-            return self.session.losses - 1
-        if self.ledger.tries:
-            text = f"a result cannot be recorded, nothing else is sent: {error}"
-            repeats.say("record", str(error), logging.ERROR, "not_recorded", text)
-            self.tell(text)
-            return self.ledger.tries
-        if isinstance(error, psycopg.errors.LockNotAvailable):  # a migration, a VACUUM FULL
-            text = "somebody has locked a table of the database: nothing is sent until that ends"
-            repeats.say("locked", "", logging.WARNING, "database_locked", text)
-            self.tell(text)
-            return 1
-        text = f"a cycle failed, and is tried again: {error!r}"
-        repeats.say("cycle", repr(error), logging.ERROR, "cycle_failed", text, exc_info=True)
-        self.tell(f"a cycle failed: {error!r}")
-        if getattr(error, "sqlstate", None) in ("3F000", "42P01", "42883"):
-            self.session.close()  # our schema is gone (a restore?): made anew with the lock
-        return tries + 1
-
     def _finish(self) -> None:
         """What is under way may still end by itself, for a moment."""
         until = time.monotonic() + STOP_GRACE
-        stop, self.process.stop_at = self.process.stop_at, None
-        try:
-            while self.entries.under_way and (left := until - time.monotonic()) > 0:
-                poller = select.poll()
-                poller.register(self.entries.wait.fd, self.entries.wait.events)
-                poller.poll(left * 1000)
-                self.entries.step(float("inf"), ())
-        except (Lost, Unavailable, Stopping, psycopg.Error):
-            pass
-        finally:
-            self.process.stop_at = stop
-
-    def _drain(self) -> None:
-        """Until there is nothing to do at once. A result that waits for a lock is waited for, but
-        not for ever."""
-        ready: set[int] = set()
-        until = float("inf")
-        while True:
-            try:
-                if not self.session.locked:
-                    self.hold()
-                    self.store.before = self.store.before or self.session.run("select now()")[0][0]
-                self.turn(ready)
-                if self.idle() or time.monotonic() > until:
-                    return
-                waits = self.ledger.wait < float("inf")
-                until = min(until, time.monotonic() + 30) if waits else float("inf")
-                ready = self.rest()
-            except Lost as error:
-                if self._met(error, 0) >= 5:
-                    raise
+        busy: list[Job] = [self.entries, self.files]
+        with contextlib.suppress(Lost, Unavailable, Stopping, psycopg.Error):
+            while (busy := [job for job in busy if job.under_way]) and time.monotonic() < until:
+                self.process.wait(until, [(job.wait.fd, job.wait.events) for job in busy])
+                for job in busy:
+                    job.step(float("inf"), ())
 
     def run_once(self) -> int:
         """`once`: delivers what is due, and says by its exit code how that went."""
         try:
-            self._drain()
+            self._loop()
             look = self.look()
-            self.voice.rest()
         except Busy:
             say(logging.WARNING, "busy", "another agent holds the lock: try later")
             return EX_TEMPFAIL
         except (Unavailable, Lost, psycopg.Error) as error:
-            say(logging.ERROR, "unavailable", clean(str(error), MASKING.known))
+            say(logging.ERROR, "unavailable", str(error))
             return EX_UNAVAILABLE
         except Stopping:
             say(logging.WARNING, "stopped", "stopped before the end")
@@ -4581,10 +4461,6 @@ class Agent:
             job.close()
         self.frontend.close()
         self.session.close()
-
-
-class Busy(Exception):
-    """Another agent holds the lock."""
 
 
 # ==================================================================================================
@@ -6018,11 +5894,10 @@ class Settings(Job):
             said.append(f"no settings since {lasted:.0f} s: {self.trouble.reason[:100]}")
         return "; ".join(said)
 
-    @property
-    def published(self) -> dict[str, object]:  # type: ignore[override]
+    def published(self) -> dict[str, object]:
         since = time.time() - (time.monotonic() - self.since)
         trouble = self.trouble and {"code": self.trouble.code, "reason": self.trouble.reason}
-        return {"trouble": trouble and trouble | {"since": since}, "held": self.held}
+        return {"settings": {"trouble": trouble and trouble | {"since": since}, "held": self.held}}
 
     def turns(self) -> Steps[None]:
         """One request a turn. Whatever goes wrong with the settings ends here."""
@@ -7723,24 +7598,6 @@ def _settings_screen(view: Mapping[str, Any]) -> str:
     return clean("\n".join(screen), MASKING.known, 1 << 20, lines=True)
 
 
-def drive(steps: Steps[T], process: Process) -> T:
-    """Drives one generator to its end, where there is nothing else to do."""
-    while True:
-        try:
-            wait = next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        process.check()
-        process.progress()
-        poller = select.poll()
-        poller.register(process.wake_fd, select.POLLIN)
-        if wait.fd >= 0:
-            poller.register(wait.fd, wait.events)
-        left = min(wait.until - time.monotonic(), process.idle_limit)
-        poller.poll(max(0.0, left) * 1000)
-        process.drain_wakeups()
-
-
 def _settings_pull(
     config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]
 ) -> int:
@@ -7765,6 +7622,18 @@ def _settings_pull(
         frontend.close()
     well = all(not outcome.held[0] and not outcome.error for outcome in outcomes)
     return EX_OK if well else EX_PERSON
+
+
+def drive(steps: Steps[T], process: Process) -> T:
+    """Drives one generator to its end, where there is nothing else to do."""
+    while True:
+        try:
+            wait = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        process.check()
+        process.progress()
+        process.wait(wait.until, [(wait.fd, wait.events)] if wait.fd >= 0 else ())
 
 
 def pull_now(
@@ -9113,11 +8982,8 @@ class Admin:
         workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
         for worker in workers:
             worker.start()
-        poller = select.poll()
-        poller.register(process.wake_fd, select.POLLIN)
         while process.stop_at is None and (left := self._left(idle)) > 0:
-            poller.poll(1000 * min(left + 0.01, process.idle_limit))
-            process.drain_wakeups()
+            process.wait(time.monotonic() + left + 0.01)
             if not self._hung():
                 process.progress()
         daemon.notify("STOPPING=1")

@@ -609,23 +609,6 @@ def test_the_state_file_says_who_since_when_what_and_how_far(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-def test_the_state_file_is_written_at_most_once_a_second_and_the_last_word_stays(
-    tmp_path: Path, clock: Clock
-) -> None:
-    state = StateFile({"RUNTIME_DIRECTORY": str(tmp_path)})
-    state.write(sentence="one", progress={"seq": 5})
-    clock(0.4)
-    state.write(sentence="two", progress=None)
-    state.write(sentence="three", progress=None)
-    assert read_state(tmp_path)["sentence"] == "one"
-    clock(0.7)
-    state.flush()
-    assert read_state(tmp_path)["sentence"] == "three"
-    assert read_state(tmp_path)["progress"] is None
-    # When it was said, not when it was written.
-    assert read_state(tmp_path)["at"] == pytest.approx(1000.4 + 1.79e9)
-
-
 def test_a_state_file_that_cannot_be_written_harms_nobody(tmp_path: Path) -> None:
     for directory in ("/nonexistent", str(tmp_path / "missing"), "/proc", ""):
         StateFile({"RUNTIME_DIRECTORY": directory}).write(sentence="idle")

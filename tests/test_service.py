@@ -801,12 +801,13 @@ directory, name = os.path.split({program!r})
 sys.path.insert(0, directory)
 program = __import__(name.removesuffix(".py"))
 pauses = []
-def pause(agent, seconds):
-    agent.process.check()
-    pauses.append(seconds)
+pause_after = program.Agent.pause_after
+def no_pause_after(agent, error):
+    pauses.append(pause_after(agent, error))
     if len(pauses) % 1100 == 0:
         print(f"paused {{len(pauses)}} times, the last time {{pauses[-1]:.1f}} s", flush=True)
-program.Agent.pause = pause
+    return 0.0
+program.Agent.pause_after = no_pause_after
 main = program.main
 """
 

@@ -865,7 +865,7 @@ def test_failure_whose_row_was_marked_by_hand_is_over(
 
 # -- pruning -------------------------------------------------------------------------------------
 
-PRUNE = """
+HELD = """
 import os, time, serversync
 environ = dict(os.environ)
 config = serversync.load_config(serversync.read_env_file(None, environ), environ)
@@ -874,16 +874,18 @@ process.install()
 agent = serversync.Agent(config, process, serversync.StateFile({}), False)
 agent.hold()
 house = agent.housekeeping
+"""
+PRUNE = """
 early, house.prune_due = house.prune_due, 0.0
 house.step(time.monotonic(), ())
 print(round(early - time.monotonic()), round(house.prune_due - time.monotonic()))
 """
 
 
-def prune(agent: AgentFactory, **overrides: object) -> tuple[int, int]:
-    """Prune now; in how many seconds it would have been due, and is again."""
+def by_hand(agent: AgentFactory, script: str, **overrides: object) -> list[str]:
+    """What is printed by a script that has an agent's turns in its hand."""
     done = subprocess.run(
-        [str(REPOSITORY / PYTHON), "-c", PRUNE],
+        [str(REPOSITORY / PYTHON), "-c", HELD + script],
         env={"PATH": os.environ["PATH"], **agent.env(**overrides)},
         cwd=REPOSITORY,
         capture_output=True,
@@ -891,7 +893,12 @@ def prune(agent: AgentFactory, **overrides: object) -> tuple[int, int]:
         timeout=60,
         check=True,
     )
-    first, again = map(int, done.stdout.split())
+    return done.stdout.split()
+
+
+def prune(agent: AgentFactory, **overrides: object) -> tuple[int, int]:
+    """Prune now; in how many seconds it would have been due, and is again."""
+    first, again = map(int, by_hand(agent, PRUNE, **overrides))
     return first, again
 
 
@@ -999,6 +1006,28 @@ def test_pruning_waits_while_the_clock_is_earlier_than_the_last_receipt(
     age(db, [last], 1)
     prune_all(agent)
     assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 1
+
+
+# -- a call that comes with something else -------------------------------------------------------
+
+CALLED = """
+while not agent.idle():
+    agent.turn()
+step = house.step
+def called(*args):
+    step(*args)
+    agent.session.run("notify serversync")
+house.step = called
+agent.turn()
+print(agent.idle())
+"""
+
+
+def test_a_notify_that_comes_with_the_answer_to_a_statement_is_heard_before_the_next_rest(
+    agent: AgentFactory,
+) -> None:
+    """The connection has nothing more to read then: it would be heard with the next look."""
+    assert by_hand(agent, CALLED) == ["False"]
 
 
 # -- serversync.enqueue --------------------------------------------------------------------------
