@@ -2,6 +2,7 @@
 
 import email.utils
 import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -504,6 +505,43 @@ def test_a_pause_during_an_upload_lets_it_end_and_holds_back_all_that_would_foll
     assert backend.upload_status(call)[0] == "uploaded"
     assert late in frontend.seqs()
     assert later.call_log_id in frontend.files
+
+
+def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    """A recording and an entry fail side by side, and for both it is asked whether the frontend
+    lives: the entry's question is told to pause, and then the recording's gets a 500."""
+    asked, paused = threading.Event(), threading.Event()
+
+    def answer(request: Request) -> Reply:
+        if request.kind == "entries":
+            assert asked.wait(2.5), "nobody asks because of the recording"
+        elif not asked.is_set():
+            asked.set()
+            assert paused.wait(5), "nobody asks because of the entry"
+        else:
+            threading.Timer(0.3, paused.set).start()
+            return Reply(429, {"Retry-After": "3"})
+        return Reply(500, {}, {"error": "boom"})
+
+    def fail(_: Request) -> Reply:
+        frontend.on_file, frontend.on_entries = None, answer
+        known = len(frontend.of_kind("entries"))
+        backend.enqueue()
+        wait_until(lambda: len(frontend.of_kind("entries")) > known, what="the entry")
+        return Reply(500, {}, {"error": "boom"})
+
+    frontend.on_file = fail
+    backend.end_call(seconds=0.01, events=0)
+    running = agent()
+    frontend.wait(paused.is_set)
+    [told] = [request for request in frontend.requests if request.status == 429]
+    frontend.on_entries = None
+    wait_until(lambda: not db.pending(), what="everything", state=running.log)
+    later = [r.started for r in frontend.requests if r.started > told.started]
+    assert told.finished is not None
+    assert min(later) - told.finished >= 2.9
 
 
 def test_a_recording_that_fails_beside_a_request_of_entries_does_not_mix_up_the_answers(
