@@ -30,6 +30,11 @@ def raw_200(length: str) -> bytes:
     return head.encode("latin-1") + b'{"ok": true}'
 
 
+END_SESSION = """
+    select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'serversync'
+"""
+
+
 def to_entries(hook: Hook) -> Hook:
     """What misbehaves only when there are entries: the empty request is answered as it should."""
     return lambda request: hook(request) if request.entries else None
@@ -538,6 +543,9 @@ def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(
     frontend.wait(paused.is_set)
     [told] = [request for request in frontend.requests if request.status == 429]
     frontend.on_entries = None
+    wait_until(lambda: any(row["is_file"] for row in waiting(db).values()), what="its row")
+    with db.admin() as admin:  # a new session looks at everything anew
+        admin.execute(END_SESSION)
     wait_until(lambda: not db.pending(), what="everything", state=running.log)
     later = [r.started for r in frontend.requests if r.started > told.started]
     assert told.finished is not None
