@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import agent as agent_module
-from agent import PYTHON, REPOSITORY, Agent, AgentFactory, NotifySocket
+from agent import Agent, AgentFactory, NotifySocket
 from backend import Backend
 from frontend import Frontend, Reply, Request
 from ledger import entity_of, hold, uploads, waiting
@@ -47,40 +46,6 @@ def set_interval(db: Database, value: str) -> None:
 
 
 # -- waking up -----------------------------------------------------------------------------------
-
-
-# A session's own NOTIFY comes with the answer: as one does that arrives while a statement runs.
-CALLED = """
-import os, time, serversync
-environ = dict(os.environ)
-config = serversync.load_config(serversync.read_env_file(None, environ), environ)
-process = serversync.Process(environ)
-process.install()
-agent = serversync.Agent(config, process, serversync.StateFile({}), False)
-agent.hold()
-while not agent.idle():
-    agent.turn()
-agent.session.run("notify serversync")
-began = time.monotonic()
-agent.rest()
-print(time.monotonic() - began, agent.entries.wait == serversync.AT_ONCE)
-"""
-
-
-def test_a_call_for_work_that_came_with_the_answer_to_a_statement_is_not_slept_over(
-    agent: AgentFactory,
-) -> None:
-    done = subprocess.run(
-        [str(REPOSITORY / PYTHON), "-c", CALLED],
-        env={"PATH": os.environ["PATH"], **agent.env()},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
-    )
-    slept, woken = done.stdout.split()
-    assert float(slept) < 5 and woken == "True"
 
 
 def test_call_that_ends_is_on_the_frontend_within_two_seconds(
