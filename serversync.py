@@ -79,7 +79,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
 from enum import Enum
@@ -120,12 +120,12 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
+Parse = Callable[[str], Any]
+
+
 def _like(
-    pattern: str,
-    what: str,
-    read: Callable[[str], Any] = str,
-    bounds: tuple[float, float] | None = None,
-) -> Callable[[str], Any]:
+    pattern: str, what: str, read: Parse = str, bounds: tuple[float, float] | None = None
+) -> Parse:
     """Reads what is written like this and lies in these bounds; else it says what is allowed."""
 
     def parse(text: str) -> Any:
@@ -148,10 +148,10 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
 
 def _size(high: int, cut: int = 0) -> Callable[[str], int]:
     """A size; one up to `cut`, which an earlier edition took, becomes the largest there is."""
-    units = {"": 1, "KiB": 1024, "MiB": 1024 * 1024}
 
     def read(text: str) -> int:
-        size = int(text.rstrip("KMiB ")) * units[text.lstrip("0123456789 ")]
+        number, unit = int(text.rstrip("KMiB ")), text.lstrip("0123456789 ")
+        size = number << {"": 0, "KiB": 10, "MiB": 20}[unit]
         if not high < size <= cut:
             return size
         log.warning("a size of %s is more than is possible: %s MiB is used", text, high >> 20)
@@ -174,109 +174,67 @@ def _database(value: str) -> str:
 
 
 def _frontend(value: str) -> str:
-    if "@" in value:
-        raise ValueError("must not hold a user or a password: use SYNC_TOKEN_FILE")
     visible = re.fullmatch(r"(?ai)https?://[\w!$%&'()*+,./:;=~\[\]-]+", value)
     with contextlib.suppress(urllib3.exceptions.HTTPError):
         if visible and parse_url(value).host:
             return value.rstrip("/")
-    raise ValueError("must be an http(s) URL such as https://voice.example.com")
-
-
-def _option(name: str, default: str | None, parse: Callable[[str], Any], text: str) -> Any:
-    """A row of the option table. A default of None: required; an empty one: not set."""
-    return field(metadata={"name": name, "default": default, "parse": parse, "text": text})
+    raise ValueError("must be an http(s) URL such as https://voice.example.com, without a password")
 
 
 _absolute = _like(r"/[\s\S]*", "an absolute path")
-_device = _like(
-    "[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, dots, colons, dashes, underscores"
-)
-_verify_path = _like(
-    r"(?a)/([\w./~-]|\{callLogId\}|\{recordingId\})*", "a path such as /api/recordings/{callLogId}"
-)
-RECORDINGS_DIR: Final = "/opt/virtual-voicebot/storage/recordings"
-ANNOUNCEMENTS_DIR: Final = "/opt/virtual-voicebot/data/announcements"
+_device = _like("[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, and any of . _ : -")
+_day = _number(0, 86400)
+_VERIFY: Final = "/api/recordings/{callLogId}"
+_path = _like(r"(?a)/([\w./~-]|\{callLogId\}|\{recordingId\})*", f"a path such as {_VERIFY}")
+_RECORDINGS: Final = "/opt/virtual-voicebot/storage/recordings"
+_AUDIO: Final = "/opt/virtual-voicebot/data/announcements"
+
+
+def _row(default: str | None, parse: Parse, text: str) -> Any:
+    """A row of the option table. A default of None: required; an empty one: not set."""
+    return field(metadata={"default": default, "parse": parse, "text": text})
 
 
 @dataclass(frozen=True)
 class Config:
     """The option table: every key with its default, its bounds and what it is for."""
 
-    database_url: str = _option(
-        "DATABASE_URL", None, _database, "libpq URL; postgresql:///voicebot for peer authentication"
+    database_url: str = _row(
+        None, _database, "libpq URL; postgresql:///voicebot for peer authentication"
     )
-    frontend_base_url: str = _option(
-        "FRONTEND_BASE_URL", None, _frontend, "http(s) URL of the frontend, without /api/…"
-    )
-    poll_interval: float = _option(
-        "SYNC_POLL_INTERVAL_SEC", "300", _number(0.1, 86400), "longest wait between looks, up to 60"
-    )
-    batch_size: int = _option("SYNC_BATCH_SIZE", "100", _whole(1, 10000), "entries a request")
-    batch_bytes: int = _option("SYNC_BATCH_BYTES", "512 KiB", _size(4 << 20), "bytes a request")
-    entry_max_bytes: int = _option(
-        "SYNC_ENTRY_MAX_BYTES", "8 MiB", _size(32 << 20, 256 << 20), "a larger entry dies at once"
-    )
-    timeout: float = _option(
-        "SYNC_TIMEOUT_SEC", "30", _number(0.5, 600), "to connect, without progress, for an answer"
-    )
-    retry_max: int = _option(
-        "SYNC_RETRY_MAX", "8", _whole(1, 1000), "a dead letter needs so many charged attempts"
-    )
-    retry_hours: float = _option(
-        "SYNC_RETRY_HOURS", "24", _number(0, 8760), "a dead letter needs so many hours, too"
-    )
-    recordings_dir: str = _option(
-        "SYNC_RECORDINGS_DIR", RECORDINGS_DIR, _absolute, "where the backend writes its recordings"
-    )
-    file_grace: float = _option(
-        "SYNC_FILE_GRACE_SEC", "300", _number(0, 86400), "how long a missing file is waited for"
-    )
-    delete_after: float = _option(
-        "SYNC_DELETE_AFTER_SEC", "60", _number(0, 86400), "how long a call's files must be quiet"
-    )
-    extra_files: str = _option(
-        "SYNC_EXTRA_FILES", "keep", _choice("keep", "delete"), "files that were never uploaded"
-    )
-    upload_kbps: float = _option(
-        "SYNC_UPLOAD_KBPS", "0", _number(0, 10_000_000), "limit of uploads, 1000 bit/s; 0: none"
-    )
-    verify_path: str = _option(
-        "SYNC_VERIFY_PATH",
-        "/api/recordings/{callLogId}",
-        _verify_path,
-        "HEAD here must confirm an upload's length; empty: never asked",
-    )
-    retention_days: float = _option(
-        "SYNC_RETENTION_DAYS", "30", _number(0, 36500), "processed rows are kept; 0: for ever"
-    )
-    token_file: str = _option("SYNC_TOKEN_FILE", "", _absolute, "file with the bearer token")
-    token: str = _option("SYNC_TOKEN", "", str, "the bearer token itself (better: the file)")
-    admin_token_file: str = _option(
-        "SYNC_ADMIN_TOKEN_FILE", "", _absolute, "token of the admin interface beyond loopback"
-    )
-    ca_file: str = _option("SYNC_CA_FILE", "", _absolute, "PEM file of a private CA")
-    client_cert: str = _option("SYNC_CLIENT_CERT", "", _absolute, "PEM client certificate")
-    client_key: str = _option("SYNC_CLIENT_KEY", "", _absolute, "PEM key, if not in the above")
-    device_id: str = _option(
-        "SYNC_DEVICE_ID", "", _device, "name of this sender; derived from the machine id"
-    )
-    log_level: str = _option(
-        "SYNC_LOG_LEVEL", "info", _choice("debug", "info", "warning", "error"), "least level shown"
-    )
-    settings_interval: float = _option(
-        "FRONTEND_SYNC_INTERVAL_SEC", "60", _number(0, 86400), "between settings pulls; 0: none"
-    )
-    local_numbers: str = _option(
-        "SYNC_LOCAL_NUMBERS", "keep", _choice("keep", "replace"), "numbers that never had a group"
-    )
-    announcements_dir: str = _option(
-        "SYNC_ANNOUNCEMENTS_DIR", ANNOUNCEMENTS_DIR, _absolute, "where announcements' audio goes"
-    )
+    frontend_base_url: str = _row(None, _frontend, "http(s) URL of the frontend, without /api/…")
+    poll_interval_sec: float = _row("300", _number(0.1, 86400), "between looks; 30 s at most")
+    batch_size: int = _row("100", _whole(1, 10000), "entries a request")
+    batch_bytes: int = _row("512 KiB", _size(4 << 20), "bytes a request")
+    entry_max_bytes: int = _row("8 MiB", _size(32 << 20, 256 << 20), "a larger entry dies at once")
+    timeout_sec: float = _row("30", _number(0.5, 600), "to connect, for progress, for an answer")
+    retry_max: int = _row("8", _whole(1, 1000), "a dead letter needs so many charged attempts")
+    retry_hours: float = _row("24", _number(0, 8760), "a dead letter needs so many hours, too")
+    recordings_dir: str = _row(_RECORDINGS, _absolute, "where the backend writes its recordings")
+    file_grace_sec: float = _row("300", _day, "how long a missing file is waited for")
+    delete_after_sec: float = _row("60", _day, "how long a call's files must be quiet")
+    extra_files: str = _row("keep", _choice("keep", "delete"), "files that were never uploaded")
+    upload_kbps: float = _row("0", _number(0, 10_000_000), "limit of uploads, 1000 bit/s; 0: none")
+    verify_path: str = _row(_VERIFY, _path, "HEAD here must confirm an upload; empty: never asked")
+    retention_days: float = _row("30", _number(0, 36500), "processed rows are kept; 0: for ever")
+    token_file: str = _row("", _absolute, "file with the bearer token")
+    token: str = _row("", str, "the bearer token itself (better: the file)")
+    admin_token_file: str = _row("", _absolute, "token of the admin interface beyond loopback")
+    ca_file: str = _row("", _absolute, "PEM file of a private CA")
+    client_cert: str = _row("", _absolute, "PEM client certificate")
+    client_key: str = _row("", _absolute, "PEM key, if not in the above")
+    device_id: str = _row("", _device, "name of this sender; derived from the machine id")
+    log_level: str = _row("info", _choice("debug", "info", "warning", "error"), "least level shown")
+    frontend_sync_interval_sec: float = _row("60", _day, "between settings pulls; 0: none")
+    local_numbers: str = _row("keep", _choice("keep", "replace"), "numbers that never had a group")
+    announcements_dir: str = _row(_AUDIO, _absolute, "where announcements' audio goes")
 
 
-OPTIONS: Final[tuple[Field[Any], ...]] = fields(Config)
-NAMES: Final = tuple(option.metadata["name"] for option in OPTIONS)
+# By the variable: SYNC_ and the field's name, where that has no prefix of its own.
+OPTIONS: Final = {
+    re.sub("^(?!database_|frontend_)", "sync_", option.name).upper(): option
+    for option in fields(Config)
+}
 
 # As systemd reads an EnvironmentFile: pieces in quotes may be glued together, and a backslash keeps
 # what follows it, or joins two lines.
@@ -284,27 +242,25 @@ _ENV_LINE: Final = re.compile(
     r"""[#;][^\r\n]*
       | (?P<key>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*
         (?P<quoted>(?:(?:'[^']*'|"(?:[^"\\]|\\[\s\S])*")[ \t]*)*)
-        (?:(?P<endless>['"])|(?P<bare>(?:[ \t]*(?:\\[\s\S]?|[^ \t\r\n\\]))*))
+        (?:(?P<endless>['"][\s\S]*)|(?P<bare>(?:[ \t]*(?:\\[\s\S]?|[^ \t\r\n\\]))*))
       | (?P<odd>[^ \t\r\n][^\r\n]*)""",
     re.VERBOSE,
 )
 _ENV_QUOTED: Final = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\"""")
 
 
-def parse_env_file(text: str) -> dict[str, str]:
+def parse_env_file(text: str, name: str = "env file") -> dict[str, str]:
     """KEY=VALUE with comments, quotes and continued lines."""
     found: dict[str, str] = {}
-    problems = ["a NUL character: this is no text"] if "\0" in text else []
+    problems = [f"{name}: a NUL character: this is no text"] if "\0" in text else []
     for match in _ENV_LINE.finditer(text):
-        if match["odd"] or match["endless"]:
+        if match["bare"] is not None:
+            found[match["key"]] = _env_value(match["quoted"], match["bare"])
+        elif match["odd"] or match["endless"]:
             # Never the line itself: it may be a piece of a secret.
             what = "is not KEY=VALUE" if match["odd"] else "has a quote that is not closed"
             line = text.count("\n", 0, match.start()) + 1
-            problems.append(f"line {line} {what}")
-        elif match["key"]:
-            found[match["key"]] = _env_value(match["quoted"], match["bare"])
-        if match["endless"]:
-            break
+            problems.append(f"{name}: line {line} {what}")
     if problems:
         raise ConfigError(problems)
     return found
@@ -321,101 +277,82 @@ def as_root() -> str:
     return shlex.join(["sudo", "serversync", *sys.argv[1:]])
 
 
+def read_text(path: str, named_by: str = "") -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not UTF-8 text")  # no colon: "token: …" is masked
+        person = isinstance(error, PermissionError) and not named_by
+        hint = f": run: {as_root()}" if person else ""
+        raise ConfigError([f"{named_by}cannot read {path} ({reason}){hint}"]) from None
+
+
 def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The settings as text: the file's, and over them those of the environment."""
     path = path or (ENV_FILE if os.path.exists(ENV_FILE) else os.devnull)
-    try:
-        with open(path, encoding="utf-8") as file:
-            settings = parse_env_file(file.read(1 << 20))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "not UTF-8 text")
-        hint = f": run: {as_root()}" if isinstance(error, PermissionError) else ""
-        raise ConfigError([f"cannot read {path} ({reason}){hint}"]) from None
-    except ConfigError as error:
-        raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
-    ours = {k: v for k, v in environ.items() if k in NAMES or k.startswith("SYNC_")}
-    return {k: v for k, v in (settings | ours).items() if v.strip() or k == "SYNC_VERIFY_PATH"}
+    ours = {k: v for k, v in environ.items() if k in OPTIONS or k.startswith("SYNC_")}
+    found = parse_env_file(read_text(path), path) | ours
+    return {k: v for k, v in found.items() if v.strip() or k == "SYNC_VERIFY_PATH"}
 
 
 def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Config:
     """A checked Config, or a ConfigError with all that is wrong and what is allowed."""
     problems = []
-    for key in sorted(set(settings) - set(NAMES)):
+    for key in sorted(settings.keys() - OPTIONS.keys()):
         if key.startswith("SYNC_"):
-            near = difflib.get_close_matches(key, NAMES, 1)
+            near = difflib.get_close_matches(key, OPTIONS, 1)
             hint = f"did you mean {near[0]}?" if near else "see serversync --help"
             problems.append(f"{key} is unknown: {hint}")
     values: dict[str, Any] = {}
-    for option in OPTIONS:
-        name, default, parse = (option.metadata[k] for k in ("name", "default", "parse"))
-        text = settings.get(name, default)
-        if text is None:
-            problems.append(f"{name} is required: {option.metadata['text']}")
-            continue
+    for name, option in OPTIONS.items():
+        text = settings.get(name, option.metadata["default"])
         try:
-            values[option.name] = parse(text.strip()) if text else text
-        except ValueError as error:
-            # A secret in the wrong place is not shown.
-            secret = "@" in text or name == "DATABASE_URL" or name.endswith("TOKEN_FILE")
-            shown = "" if secret else f" (it is {mask(text)[:80]!r})"
-            problems.append(f"{name} {error}{shown}")
-    if problems:
-        raise ConfigError(problems)
-    config = Config(**values)
-    problems += _cross_checks(config)
+            if text is None:
+                raise ValueError(f"is required: {option.metadata['text']}")
+            values[option.name] = option.metadata["parse"](text.strip()) if text else text
+        except ValueError as error:  # the value is not shown: it may be a secret in a wrong place
+            problems.append(f"{name} {error}")
+    values["device_id"] = values.get("device_id") or derived_device_id()
     try:
-        config = replace(config, token=_find_token(config, environ))
+        values["token"] = _find_token(values, environ)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return replace(config, device_id=config.device_id or derived_device_id())
+    config = Config(**values)
+    if config.ca_file or config.client_cert or config.client_key:  # to try it takes 50 ms
+        tls_context(config)
+    return config
 
 
-def read_token(name: str, path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read(8192).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "not text")  # not after a colon: "token: …" is masked
-        raise ConfigError([f"{name}: cannot read {path} ({reason})"]) from None
+def read_token(named_by: str, path: str) -> str:
+    return read_text(path, named_by).strip() if path else ""
 
 
-def _find_token(config: Config, environ: Mapping[str, str]) -> str:
+def _find_token(values: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """The systemd credential if it is not empty, then the file, then the variable."""
-    token = config.token
     credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
-    if config.token_file:
-        token = read_token("SYNC_TOKEN_FILE", config.token_file) or token
-    if os.path.exists(credential):
-        token = read_token("credential token", credential) or token
+    token = read_token("credential: ", credential if os.path.exists(credential) else "")
+    token = token or read_token("SYNC_TOKEN_FILE: ", values.get("token_file", ""))
+    token = token or values["token"]
     if not re.fullmatch(r"[!-~]*", token):
         raise ConfigError(["the token must be one line of visible ASCII characters"])
     return token
 
 
-def _cross_checks(config: Config) -> Iterator[str]:
-    if config.entry_max_bytes < config.batch_bytes:
-        yield "SYNC_ENTRY_MAX_BYTES must not be less than SYNC_BATCH_BYTES"
-    if 0 < config.upload_kbps < 1:
-        yield "SYNC_UPLOAD_KBPS must be 0 (no limit) or at least 1"
-    if config.client_key and not config.client_cert:
-        yield "SYNC_CLIENT_KEY is set without SYNC_CLIENT_CERT"
-    try:
-        if config.ca_file or config.client_cert:  # else nothing can be wrong, and it takes 50 ms
-            tls_context(config)
-    except OSError as error:
-        hint = "is each there, readable, PEM, and the key without a pass phrase?"
-        names = "SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY"
-        yield f"{names} cannot be used: {error.strerror or error} ({hint})"
-
-
 def tls_context(config: Config) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=config.ca_file or None)
-    if config.client_cert:
-        # An empty pass phrase: OpenSSL would ask for it on the terminal.
-        context.load_cert_chain(config.client_cert, config.client_key or None, password="")
-    return context
+    try:
+        context = ssl.create_default_context(cafile=config.ca_file or None)
+        if config.client_cert or config.client_key:
+            # An empty pass phrase: OpenSSL would ask for it on the terminal.
+            context.load_cert_chain(config.client_cert, config.client_key or None, password="")
+        return context
+    except OSError as error:
+        names = "SYNC_CA_FILE, SYNC_CLIENT_CERT, SYNC_CLIENT_KEY"
+        hint = "is each there, readable, PEM, and the key without a pass phrase?"
+        why = f"{names} cannot be used: {error.strerror or error} ({hint})"
+        raise ConfigError([why]) from None
 
 
 def derived_device_id() -> str:
@@ -432,8 +369,6 @@ def derived_device_id() -> str:
 # Vocabulary
 # One word for one thing: entry, try, attempt (a charged try), waiting, outage, endpoint, dead.
 # ==================================================================================================
-
-FILE_TYPE: Final = "recording_file"
 
 
 class Fate(Enum):
@@ -503,8 +438,6 @@ class Past:
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of an entry that failed alone."""
-
     dead: bool
     tries: int
     attempts: int
@@ -518,11 +451,7 @@ class Batch:
     seqs: list[int]
     size: int  # of the largest of them
     body: bytes  # {"entries":[…]}; empty when the only entry is larger than SYNC_ENTRY_MAX_BYTES
-
-    @cached_property
-    def key(self) -> str:
-        """The same entries and bytes have the same key."""
-        return hashlib.sha256(self.body).hexdigest()
+    key: str  # the same entries and bytes have the same key
 
 
 @dataclass(frozen=True)
@@ -2328,7 +2257,7 @@ class Store:
 
     def fetch(self, after: int, until: int, size: int, most: int, at_all: int) -> Batch:
         """The next entries, as one body of so many bytes; a larger one alone, if it may go."""
-        most -= len(BODY_FRAME)
+        most = min(most, at_all) - len(BODY_FRAME)
         return self._batch(HOT_FETCH, after=after, until=until, size=size, bytes=most, most=at_all)
 
     def fetch_alone(self, seq: int, most: int) -> Batch:
@@ -2338,7 +2267,7 @@ class Store:
         with self.session.session() as conn:
             seqs, size, body = statement.run(conn, params | self._left_out())
         found = list(map(int, seqs.split(b","))) if seqs else []
-        return Batch(found, int.from_bytes(size, "big"), body)
+        return Batch(found, int.from_bytes(size, "big"), body, hashlib.sha256(body).hexdigest())
 
     def next_retry(self, files: bool) -> tuple[Any, ...] | None:
         """Its seq, in how many seconds it is due, and whether the frontend did not want it."""
@@ -2726,7 +2655,7 @@ class Frontend:
              wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
         """Entries; an empty list asks whether the frontend lives."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-        each = min(self.config.timeout, most)
+        each = min(self.config.timeout_sec, most)
         whole = min(2 * each + len(body) / LEAST_RATE, most)
         request = Outgoing("POST", "/api/ingest/sync", headers, each, whole, body)
         return (wire or self.entries).exchange(request)
@@ -2739,7 +2668,7 @@ class Frontend:
             "POST",
             "/api/ingest/recording-file",
             {"Content-Type": kind, "Idempotency-Key": ready.key},
-            self.config.timeout,
+            self.config.timeout_sec,
             body=multipart(boundary, entry, ready),
             file=ready,
             tail=f"\r\n--{boundary}--\r\n".encode(),
@@ -2750,7 +2679,7 @@ class Frontend:
     def stored_length(self, call_log_id: str, recording_id: str) -> Steps[Answer]:
         path = self.config.verify_path.replace("{callLogId}", call_log_id)
         path = path.replace("{recordingId}", recording_id)
-        each = min(self.config.timeout, 10.0)
+        each = min(self.config.timeout_sec, 10.0)
         return self.files.exchange(Outgoing("HEAD", path, {}, each, 10.0))
 
     def get(self, path: str, etag: str = "", answer_max: int = ANSWER_MAX,
@@ -2759,7 +2688,7 @@ class Frontend:
         headers = {"Accept": "*/*"} if sink else {}
         if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
             headers["If-None-Match"] = etag
-        each, most = min(self.config.timeout, 10.0), 10.0
+        each, most = min(self.config.timeout_sec, 10.0), 10.0
         if sink is not None:
             self.settings.close()  # a request on a kept connection may be repeated
             most = each + answer_max / AUDIO_RATE
@@ -3399,7 +3328,7 @@ class Delivery(Job):
 
     def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
         frontend, health = self.agent.frontend, self.health
-        limit = min(self.agent.config.timeout, most)
+        limit = min(self.agent.config.timeout_sec, most)
         # On a wire of its own: a request of entries may be under way while a file fails.
         wire = frontend.files if self.endpoint is health.files else frontend.entries
         answer = yield from frontend.post(BODY_FRAME, uuid.uuid4().hex, limit, wire)
@@ -3579,7 +3508,7 @@ class Entries(Delivery):
         self.careful -= 1
         seq = self.store.value(NEXT_ID, after=after, until=until, files=False)
         if not seq:
-            return Batch([], 0, b"")
+            return Batch([], 0, b"", "")
         batch = self._read(seq, partial(self._fetch_in_order, seq - 1, seq, 1))
         return batch if batch and batch.seqs else None  # it depends on another: it has its row now
 
@@ -3774,7 +3703,7 @@ def agent_interval(config: Config, look: Look) -> float:
     lost its trigger."""
     said = look.interval
     usable = said is not None and 0 < said <= 86400
-    return min(max(float(said or 0), 0.1) if usable else config.poll_interval, 30.0)
+    return min(max(float(said or 0), 0.1) if usable else config.poll_interval_sec, 30.0)
 
 
 # ==================================================================================================
@@ -3909,7 +3838,7 @@ class Files(Delivery):
                 Fate.DEAD, "SECOND_RECORDING", "the frontend has another recording of this call"
             )
         agent = self.agent
-        grace_over = grace_is_over(entry.tries, entry.waited, agent.config.file_grace)
+        grace_over = grace_is_over(entry.tries, entry.waited, agent.config.file_grace_sec)
         with (
             agent.recordings.root(agent.session.root_id, agent.adopt_root) as root,
             agent.recordings.opened(root, entry, grace_over) as ready,
@@ -4036,7 +3965,7 @@ class Files(Delivery):
             "file_uploaded",
             f"uploaded recording {entry.seq} ({human(ready.size)}) in {answer.duration:.1f} s",
             SEQ=entry.seq,
-            ENTITY_TYPE=FILE_TYPE,
+            ENTITY_TYPE="recording_file",
             CALL_ID=ready.directory,
             HTTP_STATUS=answer.status,
             IDEMPOTENCY_KEY=ready.key,
@@ -4069,7 +3998,7 @@ class Deletions(Job):
                 text = f"uploaded recordings cannot be deleted: {trouble}"
                 self.repeats.say("root", str(trouble), logging.WARNING, "root_missing", text)
             # Not anew for each upload: a round looks at all that are watched.
-            soon = time.monotonic() + self.agent.config.delete_after / 10
+            soon = time.monotonic() + self.agent.config.delete_after_sec / 10
             yield Wait(max(due, soon))
             while time.monotonic() < soon:
                 yield Wait(soon)
@@ -4086,7 +4015,7 @@ class Deletions(Job):
 
     def _try(self, upload: Upload) -> float:
         """In how many seconds it is to be looked at again; never, when it is gone."""
-        agent, quiet = self.agent, self.agent.config.delete_after
+        agent, quiet = self.agent, self.agent.config.delete_after_sec
         where = upload.directory
         with agent.recordings.root(agent.session.root_id, agent.adopt_root) as root:
             try:
@@ -5876,13 +5805,13 @@ class Settings(Job):
         self.due = self.audio_due = self.began = 0.0
         self.whole_at = float("-inf")
         self.whole = True
-        if not agent.config.settings_interval:
+        if not agent.config.frontend_sync_interval_sec:
             self.trouble, self.held = None, {}
         self.wake()
 
     @property
     def next_turn(self) -> float:
-        if not self.agent.config.settings_interval or self.agent.once:
+        if not self.agent.config.frontend_sync_interval_sec or self.agent.once:
             return float("inf")
         return max(min(self.due, self.audio_due), self.agent.health.quiet_until)
 
@@ -5946,7 +5875,7 @@ class Settings(Job):
 
     def _rest(self, since: float, apart: float) -> None:
         """The next pull; what began or failed together, as after a power cut, does not stay so."""
-        interval = self.agent.config.settings_interval
+        interval = self.agent.config.frontend_sync_interval_sec
         self.due = since + interval + random.random() * min(apart, interval)
 
     # --- the snapshot ---------------------------------------------------------------------------
@@ -5955,7 +5884,9 @@ class Settings(Job):
         now = time.monotonic()
         if self.pull is None:
             self.began = now
-            self.whole = now - self.whole_at + self.agent.config.settings_interval > WHOLE_SEC
+            self.whole = (
+                now - self.whole_at + self.agent.config.frontend_sync_interval_sec > WHOLE_SEC
+            )
             etags = {} if self.whole or self.held else self.etags
             self.pull = Pull(self.agent.config, self.agent.frontend, self.store, etags)
         pull = self.pull
@@ -6024,7 +5955,7 @@ class Settings(Job):
     def _audio(self) -> Steps[None]:
         file = self.audio.next()
         if file is None or file.wait > 0:
-            wait = self.agent.config.settings_interval if file is None else file.wait
+            wait = self.agent.config.frontend_sync_interval_sec if file is None else file.wait
             self.audio_due = time.monotonic() + wait
             return
         try:
@@ -6376,7 +6307,7 @@ class Desk:
     def __init__(self, config: Config, name: str) -> None:
         self._silence: threading.Timer | None = None
         # For the requests of the agent's that are settled: an entry's, and an empty one.
-        self.patience = 2 * config.timeout + 1
+        self.patience = 2 * config.timeout_sec + 1
         try:
             self.conn = psycopg.connect(
                 config.database_url,
@@ -6563,7 +6494,7 @@ def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
         "dead_letters": seen["dead_letters"],
         "deliveries": seen["deliveries"],
         "settings": {
-            "interval": config.settings_interval,
+            "interval": config.frontend_sync_interval_sec,
             "trouble": settings_trouble(state),
             **seen["settings"],
         },
@@ -6799,7 +6730,7 @@ def delete_letter(desk: Desk, name: str) -> dict[str, Any]:
     rows = desk.run(DELETE_LETTER, id=_letter_id(name))
     if not rows:
         raise Refused("not_found", f"there is no dead letter {name}")
-    more = "; its recording stays on the disk" if rows[0][1] == FILE_TYPE else ""
+    more = "; its recording stays on the disk" if rows[0][1] == "recording_file" else ""
     if rows[0][2] == "RETRYING":
         more += "; it was in the queue, and may have been sent"
     return {"success": True, "message": f"dead letter {name} is deleted{more}"}
@@ -8151,8 +8082,8 @@ class Doctor:
                 yield "failed", problem, CONFIGURE
             return ""
         found: dict[str, list[str]] = {}
-        for option in OPTIONS:
-            name, value = option.metadata["name"], getattr(self.config, option.name)
+        for name, option in OPTIONS.items():
+            value = getattr(self.config, option.name)
             if option.name == "database_url":
                 parts = conninfo_to_dict(value)
                 value = {k: parts[k] for k in ("host", "port", "user", "dbname") if k in parts}
@@ -8263,7 +8194,7 @@ class Doctor:
 
     def certificate(self) -> Findings:
         url = parse_url(self.config.frontend_base_url)
-        host, port, limit = (url.host or "").strip("[]"), url.port or 443, self.config.timeout
+        host, port, limit = (url.host or "").strip("[]"), url.port or 443, self.config.timeout_sec
         if url.scheme != "https":
             if self.config.token and not is_loopback(host):
                 text = "without TLS everybody on the way can read the token"
@@ -8342,7 +8273,9 @@ class Doctor:
     def missing_files(self) -> Findings:
         number, seqs, until = 0, list[int](), time.monotonic() + WALK_SEC
         with self.root() as root:
-            for seq, path, call in self.ledger.pages(OVERDUE_FILES, grace=self.config.file_grace):
+            for seq, path, call in self.ledger.pages(
+                OVERDUE_FILES, grace=self.config.file_grace_sec
+            ):
                 if self._is_gone(root, path, call):
                     number += 1
                     seqs += [seq] if number <= 3 else []
@@ -8409,7 +8342,7 @@ class Doctor:
 
     def settings(self) -> Findings:
         view, directory = self.view["settings"], self.config.announcements_dir
-        if not self.config.settings_interval:
+        if not self.config.frontend_sync_interval_sec:
             raise Skip("FRONTEND_SYNC_INTERVAL_SEC is 0: they are not pulled")
         for why in SettingsStore(self.ledger.session).missing().values():
             rights = "sudo serversync setup" if "setup" in why else r"\d"
@@ -8604,7 +8537,7 @@ def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     found = {}
     with contextlib.suppress(ConfigError):
         found = dict.fromkeys(read_env_file(path, {}), "file")
-    found |= {name: "environment" for name in NAMES if environ.get(name, "").strip()}
+    found |= {name: "environment" for name in OPTIONS if environ.get(name, "").strip()}
     if "SYNC_TOKEN_FILE" in found:
         found["SYNC_TOKEN"] = found["SYNC_TOKEN_FILE"]
     credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
@@ -8814,8 +8747,7 @@ def check_intent(request: Request) -> None:
 
 
 def admin_token(config: Config) -> str:
-    path = config.admin_token_file
-    return read_token("SYNC_ADMIN_TOKEN_FILE", path) if path else ""
+    return read_token("SYNC_ADMIN_TOKEN_FILE: ", config.admin_token_file)
 
 
 def check_token(request: Request, token: str) -> None:
@@ -9746,10 +9678,10 @@ def _up_to(most: int) -> Callable[[str], str]:
 
 def build_parser() -> Parser:
     rows = []
-    for option in OPTIONS:
-        name, default, text = (option.metadata[key] for key in ("name", "default", "text"))
+    for name, option in OPTIONS.items():
+        default = option.metadata["default"]
         shown = "required" if default is None else default or "not set"
-        rows.append(f"  {name:<27} {text} [{shown}]")
+        rows.append(f"  {name:<27} {option.metadata['text']} [{shown}]")
     parser = Parser(
         prog="serversync",
         description="Drains a voicebot's outbox to its web frontend, and cleans up behind it.",

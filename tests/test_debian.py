@@ -177,8 +177,8 @@ def test_the_configuration_is_the_tree_s_and_the_full_sample_has_every_key(tree:
 
     sample = (tree / "usr/share/doc/serversync/examples/serversync.env").read_text()
     shown = dict(re.findall(r"^#([A-Z_]+)=(.*)$", sample, re.M))
-    options = [option.metadata for option in serversync.OPTIONS]
-    assert shown == {option["name"]: option["default"] or "" for option in options}
+    options = serversync.OPTIONS.items()
+    assert shown == {name: option.metadata["default"] or "" for name, option in options}
     assert serversync.parse_env_file(sample) == {}
 
 

@@ -66,9 +66,9 @@ def calls_of_say() -> Iterator[tuple[ast.expr, list[ast.keyword]]]:
 
 def settings() -> list[tuple[str, str, str]]:
     """Each key, its default as it is shown, and its meaning."""
-    rows = [option.metadata for option in serversync.OPTIONS]
+    rows = [(name, option.metadata) for name, option in serversync.OPTIONS.items()]
     shown = {None: "required", "": "not set"}
-    return [(r["name"], shown.get(r["default"], r["default"]), r["text"]) for r in rows]
+    return [(name, shown.get(r["default"], r["default"]), r["text"]) for name, r in rows]
 
 
 EXIT_CODES = {value for name, value in vars(serversync).items() if name.startswith("EX_")}

@@ -389,6 +389,17 @@ def test_an_entry_above_the_limit_is_dead_without_being_sent(
     assert not db.pending()
 
 
+def test_the_limit_of_an_entry_is_that_of_a_batch_too_where_it_is_the_smaller_one(
+    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+) -> None:
+    backend.enqueue_many(20, padding=200)
+    large = backend.enqueue("schedule", {"text": "x" * 2000})
+    assert agent.once(SYNC_ENTRY_MAX_BYTES="1 KiB").returncode == 1
+    assert frontend.seqs() == list(range(1, 21))
+    assert max(request.length for request in frontend.requests) <= 1024
+    assert dead_letters(db)[large]["error_code"] == "TOO_LARGE"
+
+
 def test_the_outbox_is_drained_until_it_is_empty_and_not_a_batch_an_interval(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
 ) -> None:

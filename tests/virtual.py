@@ -1,6 +1,7 @@
 """An agent by a virtual clock: it and all of its policy run as they are. Modelled are the outbox
 with `waiting` (what the statements of Store say), the frontend, the clock and the jitter."""
 
+import hashlib
 import heapq
 import json
 from bisect import bisect_left, bisect_right, insort
@@ -189,7 +190,8 @@ class Outbox(Store):
         return min((self.waiting[first].waits_for or first for first in firsts), default=0)
 
     def _batch_of(self, seqs: list[int]) -> Batch:
-        return Batch(seqs, 300, json.dumps({"entries": seqs}).encode() if seqs else b"")
+        body = json.dumps({"entries": seqs}).encode() if seqs else b""
+        return Batch(seqs, 300, body, hashlib.sha256(body).hexdigest())
 
     def _keep(self, seq: int, row: Row) -> None:
         if seq not in self.waiting:
@@ -223,7 +225,7 @@ class Frontend(serversync.Frontend):
     ) -> Steps[Answer]:
         self.requests += 1
         answer = self.answers(self.clock.now, json.loads(body)["entries"])
-        limit = min(CONFIG.timeout, most)
+        limit = min(CONFIG.timeout_sec, most)
         yield serversync.AT_ONCE
         self.clock.now += min(limit, answer.duration or REQUEST_SEC)
         return SILENCE if answer.duration > limit else answer

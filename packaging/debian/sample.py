@@ -19,8 +19,8 @@ HEAD = """\
 
 def sample() -> str:
     parts = [HEAD]
-    for option in serversync.OPTIONS:
-        name, default, text = (option.metadata[key] for key in ("name", "default", "text"))
+    for name, option in serversync.OPTIONS.items():
+        default, text = option.metadata["default"], option.metadata["text"]
         text = f"Required: {text}" if default is None else text
         lines = textwrap.wrap(f"{text[0].upper()}{text[1:]}.", 96)
         parts.append("".join(f"# {line}\n" for line in lines) + f"#{name}={default or ''}\n")

@@ -139,7 +139,7 @@ class Line(virtual.Frontend):
     def post(
         self, body: bytes, key: str, most: float = math.inf, wire: serversync.Wire | None = None
     ) -> Steps[Answer]:
-        box, now, limit = self.box, self.clock.now, min(CONFIG.timeout, most)
+        box, now, limit = self.box, self.clock.now, min(CONFIG.timeout_sec, most)
         box.web.result.requests[int(now)] += 1
         box.web.result.wakes[int(now)] += box.asleep
         box.asleep = False
