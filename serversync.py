@@ -572,98 +572,60 @@ _IN_QUOTES: Final = (
     r"|(?P<mark>\\+[\"'])(?:(?!(?<!\\)(?P=mark)).)*(?:(?P=mark))?"
 )
 _WORD: Final = r"(?:\\+[\"']?|[^\s\"'&,;\\])+"
-_PAIR: Final = rf"[\w-]+=(?:\"[^\"]*\"|{_WORD})"
 _IS: Final = r"\\*[\"']?\s*[=:]\s*"
 _NAMES: Final = "password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key"
-_TOKENS: Final = "gh[pousr]_|github_pat_|glpat-|sk[-_]|xox|xapp-|AIza"
+_TOKENS: Final = "gh[pousr]_|github_pat_|glpat-|sk[-_]|xox|xapp-|AIza|AKIA|ASIA|eyJ"
 _SECRETS: Final = [
     (re.compile(pattern), instead)
     for pattern, instead in (
         (r"(?s)-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", "***"),
-        # Whatever the scheme is: its name, and one word or a list of key=value.
-        (
-            rf"(?is)(authorization{_IS})"
-            rf"(?:{_IN_QUOTES}|{_WORD}(?:[ \t]+(?:{_PAIR}(?:,\s*{_PAIR})*|{_WORD}))?)",
-            r"\1***",
-        ),
+        # Whatever the scheme is: without quotes, all of the line.
+        (rf"(?is)(authorization{_IS})(?:{_IN_QUOTES}|[^\r\n]*)", r"\1***"),
         (r"(?i)\b(bearer|basic)\s+[^\s\"',;]+", r"\1 ***"),
         # A password may hold any character but a blank: up to the last @ before a quote.
         (r"(://[^/\s:]{0,500}:)[^\s@]{0,1000}@(?:[^\s\"'<>]{0,1000}@)?", r"\1***@"),
         (rf"(?is)((?:{_NAMES}){_IS})(?:{_IN_QUOTES}|{_WORD})", r"\1***"),
-        (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "***"),
         (rf"\b(?:{_TOKENS})[\w.-]{{16,}}", "***"),
-        (r"\beyJ[\w-]{8,8000}\.[\w-]{1,8000}\.[\w-]*", "***"),
     )
 ]
-# Without one of these none of the above matches: most sentences have none.
-_TELLTALE: Final = re.compile(rf"[=:]|-----|AKIA|ASIA|eyJ|{_TOKENS}|(?i:bearer|basic)")
-CLEAN_MAX, CUT_MARGIN = 256 * 1024, 8 * 1024  # characters
+KNOWN: Final[list[str]] = []  # our own secrets, the longest first: one may be a part of another
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_BUT_BREAKS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def mask(text: str, known: Sequence[str] = ()) -> str:
-    """The text without secrets: the known ones, and all that look like one."""
-    text = _without_known(text, known)
-    if _TELLTALE.search(text):
-        for pattern, instead in _SECRETS:
-            text = pattern.sub(instead, text)
+def mask(text: str) -> str:
+    """The text without secrets: our own, and all that look like one."""
+    for secret in KNOWN:
+        text = text.replace(secret, "***")
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
     return text
 
 
-def _without_known(text: str, known: Sequence[str]) -> str:
-    for secret in sorted(known, key=len, reverse=True):
-        if len(secret) >= 4:
-            text = text.replace(secret, "***")
-    return text
-
-
-def clean(text: str, known: Sequence[str] = (), limit: int = 1024, lines: bool = False) -> str:
+def clean(text: str, limit: int = 1024, lines: bool = False) -> str:
     """Text from outside, fit for SQL, the journal and sd_notify, where a line break would begin
     another variable: no control character, no surrogate, no secret, short.
 
-    It is masked before it is cut: half a secret would look like none. Of what is longer than all
-    that we read, the end is left out, where one may have been cut in two.
+    It is masked before it is cut: half a secret would look like none.
     """
-    long = len(text) > CLEAN_MAX
-    text = _without_known(text[:CLEAN_MAX], known)
     if not text.isascii() or not text.isprintable():
         text = text.encode("utf-8", "replace").decode("utf-8")
         text = (_CONTROL_BUT_BREAKS if lines else _CONTROL).sub(" ", text)
-    text = mask(text)
-    return (text[:-CUT_MARGIN] if long else text)[:limit]
+    return mask(text)[:limit]
 
 
-class Masking(logging.Filter):
-    """The journal handler also sends record.args and extra fields: mask the record itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: Sequence[str] = ()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg = clean(record.getMessage(), self.known, 4096)
-        record.args = ()
-        if record.exc_info:
-            lines = traceback.format_exception(*record.exc_info)
-            record.exc_text = clean("".join(lines), self.known, 8192, lines=True)
-            record.exc_info = None
-        for key, value in list(vars(record).items()):
-            if key.isupper():
-                setattr(record, key, clean(str(value), self.known))
-        return True
-
-
-MASKING: Final = Masking()
-
-
-def known_secrets(config: Config) -> list[str]:
-    """As they are, and as JSON or a query writes them."""
-    known: list[str] = []
-    for secret in (config.token, str(conninfo_to_dict(config.database_url).get("password") or "")):
-        text = json.dumps(secret)[1:-1]
-        known += [secret, text, text.replace("/", "\\/"), quote(secret), quote(secret, safe="")]
-    return list(dict.fromkeys(filter(None, known)))
+def cleaned(record: logging.LogRecord) -> bool:
+    """The journal handler also sends record.args and extra fields: the record itself is masked."""
+    record.msg = clean(record.getMessage(), 4096)
+    record.args = ()
+    if record.exc_info:
+        trace = "".join(traceback.format_exception(*record.exc_info))
+        record.exc_text = clean(trace, 8192, lines=True)
+        record.exc_info = None
+    for key, value in list(vars(record).items()):
+        if key.isupper():
+            setattr(record, key, clean(str(value)))
+    return True
 
 
 def start_logging(environ: Mapping[str, str]) -> None:
@@ -673,14 +635,20 @@ def start_logging(environ: Mapping[str, str]) -> None:
         status = os.fstat(2)
         if environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler = journal.JournalHandler(SYSLOG_IDENTIFIER="serversync")
-    handler.addFilter(MASKING)
+    handler.addFilter(cleaned)
     logging.raiseExceptions = False  # a full journal must not print tracebacks
     logging.root.handlers[:] = [handler]
     logging.getLogger("urllib3").setLevel(logging.CRITICAL)
 
 
 def configure_logging(config: Config) -> None:
-    MASKING.known = known_secrets(config)
+    """Its level; and its secrets, as they are, and as JSON or a query writes them."""
+    known: set[str] = set()
+    for secret in (config.token, str(conninfo_to_dict(config.database_url).get("password") or "")):
+        text = json.dumps(secret)[1:-1]
+        known.add(_CONTROL.sub(" ", secret))  # as `clean` has left it
+        known |= {secret, text, text.replace("/", "\\/"), quote(secret), quote(secret, safe="")}
+    KNOWN[:] = sorted((each for each in known if len(each) >= 4), key=len, reverse=True)
     log.setLevel(config.log_level.upper())
 
 
@@ -721,12 +689,11 @@ class Process:
     """Everything that interrupts: signals, deadlines, and the watchdog that progress feeds."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.stop_at: float | None = None
+        self.stop_at = float("inf")
         self.reload = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._limit: tuple[float, Callable[[], None] | None] | None = None
         self._interval = int(environ.get("WATCHDOG_USEC") or 0) / 1e6 / 4
-        self._idle_limit = 2 * self._interval or 3600.0  # half the watchdog's time
         self._fed = 0.0
 
     def install(self) -> None:
@@ -737,7 +704,7 @@ class Process:
         signal.signal(signal.SIGALRM, self._on_tick)
 
     def _on_stop(self, *_: object) -> None:
-        self.stop_at = self.stop_at or time.monotonic()
+        self.stop_at = min(self.stop_at, time.monotonic())
 
     def _on_reload(self, *_: object) -> None:
         self.reload = True
@@ -746,14 +713,13 @@ class Process:
         """Runs twice a second while something blocks: feeds the watchdog until the deadline."""
         if self._limit is None:
             return
-        (until, shut), now = self._limit, time.monotonic()
-        stopped = self.stop_at is not None and now >= self.stop_at + STOP_GRACE
-        if now < until and not stopped:
+        until, shut = self._limit
+        if time.monotonic() < min(until, self.stop_at + STOP_GRACE):
             self.progress()
-            return
-        if shut is None:
+        elif shut is None:
             raise TimedOut
-        shut()
+        else:
+            shut()
 
     @contextlib.contextmanager
     def deadline(self, seconds: float, shut: Callable[[], None] | None) -> Iterator[None]:
@@ -774,7 +740,7 @@ class Process:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def check(self, grace: float = 0.0) -> None:
-        if self.stop_at is not None and time.monotonic() >= self.stop_at + grace:
+        if time.monotonic() >= self.stop_at + grace:
             raise Stopping
 
     def progress(self) -> None:
@@ -785,12 +751,12 @@ class Process:
             daemon.notify("WATCHDOG=1")
 
     def wait(self, until: float, sockets: Iterable[tuple[int, int]] = ()) -> set[int]:
-        """Until that time at most, for the events of these sockets, and for signals through the
-        wake-up pipe. Returns what is ready."""
+        """Until that time at most, or half the watchdog's, for the events of these sockets, and for
+        signals through the wake-up pipe. Returns what is ready."""
         poller = select.poll()
         for fd, events in (*sockets, (self._wake_r, select.POLLIN)):
             poller.register(fd, events)
-        left = min(until - time.monotonic(), self._idle_limit)
+        left = min(until - time.monotonic(), 2 * self._interval or 3600.0)
         ready = {fd for fd, _ in poller.poll(max(0.0, left) * 1000)}
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
@@ -799,22 +765,19 @@ class Process:
 
 def shut_socket(fd: int) -> None:
     """Ends whatever blocks on the socket. By a duplicate: SSLSocket.shutdown would drop TLS."""
-    kind = (socket.AF_INET, socket.SOCK_STREAM)  # of whatever kind it is: nobody asks for it
-    with contextlib.suppress(OSError), socket.fromfd(fd, *kind) as twin:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
         twin.shutdown(socket.SHUT_RDWR)
 
 
 def look_up(host: str) -> None:
     """Raises what getaddrinfo does. That cannot be interrupted, and silent name servers take it ten
     seconds: a thread asks, and is left behind when a deadline or the end comes first."""
-    errors: list[OSError] = []
+    errors: list[OSError | UnicodeError] = []
 
     def ask() -> None:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except UnicodeError:
-            pass  # whoever connects meets it again
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             errors.append(error)
 
     if not re.fullmatch(r"[\d.]*|.*[:/,].*", host):  # one name: no address, no directory
@@ -823,26 +786,6 @@ def look_up(host: str) -> None:
         asking.join()
     if errors:
         raise errors[0]
-
-
-class StateFile:
-    """/run/serversync/state.json, for those who look from outside."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
-        self.path = os.path.join(directory, "state.json") if directory else None
-        self.started = time.monotonic()
-
-    def write(self, **state: object) -> None:
-        if self.path is None:
-            return
-        now = time.time()  # by the clock as it is now: at the start it may have been wrong
-        since = now - (time.monotonic() - self.started)
-        with contextlib.suppress(OSError):  # a full /run must not stop deliveries
-            with open(f"{self.path}.new", "w", encoding="utf-8") as file:
-                who: dict[str, object] = {"pid": os.getpid(), "since": since, "at": now}
-                file.write(json.dumps(who | state) + "\n")
-            os.replace(f"{self.path}.new", self.path)
 
 
 # ==================================================================================================
@@ -2087,7 +2030,7 @@ class Session:
         except TimedOut:
             self.process.check()
             raise Unavailable("the database does not answer") from None
-        except (psycopg.Error, Lost, OSError) as error:
+        except (psycopg.Error, Lost, OSError, UnicodeError) as error:
             self.close()
             raise Unavailable(f"the database is not there: {error}") from None
 
@@ -2721,6 +2664,7 @@ def multipart(boundary: str, entry: FileEntry, ready: Ready) -> bytes:
 
 MARKER: Final = ".serversync-root"
 TRASH: Final = ".serversync-trash"
+MOVED: Final = "moved on purpose: update serversync.sender set root_id = null, and restart"
 META: Final = "meta.json"
 META_MAX: Final = 256 * 1024
 WATCHED_MAX: Final = 10_000  # directories: others are watched when these are through
@@ -2755,17 +2699,14 @@ class Ready:
     files: list[dict[str, Any]]  # signatures of the audio and, where it was sent, of meta.json
     folder: int
     meta: bytes
-    made_up: bool
     key: str
 
     def unchanged(self) -> bool:
-        """Still the same file, in its place and in our hands."""
-        try:
+        """Still the same file, in its place."""
+        with contextlib.suppress(OSError):
             there = os.stat(self.name, dir_fd=self.folder, follow_symlinks=False)
-        except OSError:
-            return False
-        ours = os.fstat(self.fd)
-        return signature(self.name, there) == signature(self.name, ours) == self.files[0]
+            return signature(self.name, there) == self.files[0]
+        return False
 
 
 def signature(name: str, status: os.stat_result) -> dict[str, Any]:
@@ -2794,9 +2735,8 @@ def locate(file_path: str | None, call_id: str | None, root: str) -> tuple[str, 
         or directory.startswith(".serversync")
         or any(part in ("", ".") or len(part.encode()) > 255 for part in (directory, name))
     ):
-        raise EntryTrouble(
-            Fate.DEAD, "FILE_UNSAFE", f"{path[:200]!r} does not lie one level below the recordings"
-        )
+        text = f"{path[:200]!r} does not lie one level below the recordings"
+        raise EntryTrouble(Fate.DEAD, "FILE_UNSAFE", text)
     if not name.lower().endswith((".wav", ".mp3")):
         raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", f"{name[:100]!r} is neither .wav nor .mp3")
     return directory, name
@@ -2846,13 +2786,24 @@ def mount_of(fd: int) -> str:
         return next(line for line in info if line.startswith("mnt_id:"))
 
 
-def not_as_sent(where: int, files: Mapping[str, Mapping[str, Any]]) -> OSError | None:
-    """The first of these files, by the names that they have there, that is not what was sent."""
+def check_sent(where: int, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """OSError if one of these files, by the names that they have there, is not what was sent."""
     for name, file in files.items():
-        status = os.stat(name, dir_fd=where, follow_symlinks=False)
-        if signature(file["name"], status) != file:
-            return OSError(errno.EBUSY, f"{file['name']} changed after its upload")
-    return None
+        if signature(file["name"], os.stat(name, dir_fd=where, follow_symlinks=False)) != file:
+            raise OSError(errno.EBUSY, f"{file['name']} changed after its upload")
+
+
+def minimal_meta(entry: FileEntry, directory: str) -> bytes:
+    """In place of a meta.json that is not usable, and said."""
+    text = f"recording {entry.seq} has no usable meta.json: sent with a minimal one"
+    say(logging.WARNING, "meta_made_up", text, SEQ=entry.seq, CALL_ID=directory)
+    known = {
+        "callId": directory,
+        "callLogId": entry.call_log_id,
+        "recordingId": entry.recording_id,
+        "generatedBy": "serversync",
+    }
+    return json.dumps(known).encode()
 
 
 class Recordings:
@@ -2861,8 +2812,6 @@ class Recordings:
     def __init__(self, root: str) -> None:
         self.path = root
         self._watched: dict[str, tuple[int, float]] = {}  # what was seen, and since when
-
-    # --- the root -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def root(self, known: str | None, adopt: Callable[[str], None]) -> Iterator[int]:
@@ -2875,22 +2824,18 @@ class Recordings:
             try:
                 fd = stack.enter_context(held(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)))
                 found = self._marker(fd, make=known is None)
+                if known not in (None, found):
+                    what = "another one" if found else "not there"
+                    raise OSError(errno.ENODEV, f"{what}: not mounted? ({MOVED})", MARKER)
             except OSError as error:
-                raise self._root_missing(f"{error.filename or MARKER}: {error.strerror}") from None
+                why = f"{error.filename or MARKER}: {error.strerror}"
+                text = f"the recordings directory {self.path} is not the one we know: {why}"
+                raise EntryTrouble(Fate.OUTAGE, "ROOT_MISSING", text) from None
             if known is None:
                 adopt(found)
                 with contextlib.suppress(OSError):  # now: a full disk has no room for it
                     os.mkdir(TRASH, 0o700, dir_fd=fd)
-            elif found != known:
-                raise self._root_missing(
-                    f"its {MARKER} is {'another one' if found else 'not there'}: not mounted? "
-                    "(moved on purpose: update serversync.sender set root_id = null, and restart)"
-                )
             yield fd
-
-    def _root_missing(self, why: str) -> EntryTrouble:
-        text = f"the recordings directory {self.path} is not the one we know: {why}"
-        return EntryTrouble(Fate.OUTAGE, "ROOT_MISSING", text)
 
     @staticmethod
     def _marker(root: int, make: bool) -> str:
@@ -2904,8 +2849,6 @@ class Recordings:
                 os.fsync(fd)
             os.fsync(root)
         return found
-
-    # --- find, and ready? -----------------------------------------------------------------------
 
     @contextlib.contextmanager
     def opened(self, root: int, entry: FileEntry, grace_over: bool) -> Iterator[Ready]:
@@ -2922,126 +2865,97 @@ class Recordings:
                 raise local_trouble(error, f"{directory}/{name}") from None
             if not mount_of(root) == mount_of(folder) == mount_of(fd):
                 raise EntryTrouble(Fate.DEAD, "FILE_UNSAFE", f"{name!r} is on another file system")
-            status = os.fstat(fd)
-            if status.st_size == 0:
+            files = [signature(name, os.fstat(fd))]
+            if not (size := files[0]["size"]):
                 raise EntryTrouble(*missing, f"{directory}/{name} is empty")
-            files = [signature(name, status)]
             meta = self._meta(folder, files)
             if meta is None and not grace_over:
                 raise EntryTrouble(*missing, f"{directory}/{META} is not there yet")
-            known = {
-                "callId": directory,
-                "callLogId": entry.call_log_id,
-                "recordingId": entry.recording_id,
-                "generatedBy": "serversync",
-            }
-            sent = meta if meta is not None else json.dumps(known).encode()
+            meta = meta or minimal_meta(entry, directory)
             text = f"{entry.seq} {entry.recording_id} {files[0]}".encode()
-            key = hashlib.sha256(text + sent).hexdigest()
-            yield Ready(fd, directory, name, status.st_size, files, folder, sent, meta is None, key)
+            key = hashlib.sha256(text + meta).hexdigest()
+            yield Ready(fd, directory, name, size, files, folder, meta, key)
 
     @staticmethod
     def _meta(folder: int, files: list[dict[str, Any]]) -> bytes | None:
-        """meta.json verbatim, or None when it is missing or broken. An empty one holds nothing to
-        lose and may go with the recording; a broken one stays."""
+        """meta.json verbatim, or None when it is missing or broken (of a long one we read a part).
+        An empty one holds nothing to lose and may go with the recording; a broken one stays."""
         try:
-            status, text = read_plain(folder, META, META_MAX + 1)
+            status, text = read_plain(folder, META, META_MAX)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP):
                 return None
             raise local_trouble(error, META) from None
-        usable = len(text) <= META_MAX
-        try:  # by the letter: json itself takes UTF-16, a BOM, and NaN (which int refuses)
+        usable = False
+        with contextlib.suppress(ValueError, RecursionError):
+            # By the letter: json itself takes UTF-16, a BOM, and NaN (which int refuses).
             json.loads(text.decode(), parse_constant=int)
-        except (ValueError, RecursionError):
-            usable = False
+            usable = True
         if usable or not text:
             files.append(signature(META, status))
         return text if usable else None
 
-    # --- deletion -------------------------------------------------------------------------------
-
     def until_quiet(self, root: int, directory: str, quiet: float, once: bool) -> float:
         """How long the directory must still be watched unchanged. (`once` does not live to see
         that: there the newest time stamp in it must be so old.)"""
-        state, changed = self._state(root, directory)
-        if once:
-            return max(0.0, quiet - max(0.0, time.time() - changed))
-        now = time.monotonic()
-        seen, since = self._watched.pop(directory, (None, now))
-        if seen != state:
-            since = now
-        left = max(0.0, since + quiet - now)
-        if left and len(self._watched) < WATCHED_MAX:
-            self._watched[directory] = (state, since)
-        return left
-
-    @staticmethod
-    def _state(root: int, directory: str) -> tuple[int, float]:
-        """What is in the directory, as a number that is another one after any change; and when it
-        changed, by its time stamps. One that is not there never did."""
-        looks = []
-        gone = contextlib.suppress(FileNotFoundError)
+        looks, gone = list[os.stat_result](), contextlib.suppress(FileNotFoundError)
         with gone, held(os.open(directory, _OPEN_DIR, dir_fd=root)) as folder:
             for name in sorted(os.listdir(folder)):
                 with gone:
                     looks.append(os.stat(name, dir_fd=folder, follow_symlinks=False))
             looks.append(os.fstat(folder))  # the last: it shows what came and went meanwhile
-        seen = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in looks]
-        return hash(tuple(seen)), max((s.st_mtime for s in looks), default=0.0)
+        if once:
+            changed = max((look.st_mtime for look in looks), default=0.0)
+            return max(0.0, quiet - max(0.0, time.time() - changed))
+        state = hash(tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in looks))
+        now = time.monotonic()
+        seen, since = self._watched.pop(directory, (None, now))
+        since = since if seen == state else now
+        left = max(0.0, since + quiet - now)
+        if left and len(self._watched) < WATCHED_MAX:
+            self._watched[directory] = (state, since)
+        return left
 
     def remove(self, root: int, upload: Upload, whole: bool) -> None:
         """Deletes what was uploaded, and (`whole`) all else in its directory. OSError says why not.
-        May be called again after a kill.
-
-        1. What an earlier try left in the trash is finished.
-        2. One rename takes each file into the trash, if all of them are as they were sent.
-        3. There they are compared again: the same are removed, else all of them go back.
-        """
-        with held(subdirectory(root, TRASH, 0o700)) as trash:
-            self._empty(root, trash, upload)
-            try:
-                folder = os.open(upload.directory, _OPEN_DIR, dir_fd=root)
-            except FileNotFoundError:
-                return
-            with held(folder):
-                self._take(folder, trash, upload, whole)
-                self._empty(root, trash, upload)
-                if not os.listdir(folder):  # else others' files stay, and so does it
-                    os.rmdir(upload.directory, dir_fd=root)
+        May be called again after a kill."""
+        with (
+            held(subdirectory(root, TRASH, 0o700)) as trash,
+            held(subdirectory(root, upload.directory, 0o777)) as folder,
+        ):
+            self._empty(folder, trash, upload)  # what an earlier try left there is finished
+            present = set(os.listdir(folder))
+            ours = {file["name"]: file for file in upload.files if file["name"] in present}
+            check_sent(folder, ours)
+            if whole and ours:  # before what was sent goes, which shows whose directory it is
+                for name in present - set(ours):
+                    with contextlib.suppress(IsADirectoryError):
+                        os.unlink(name, dir_fd=folder)
+            for name, file in ours.items():
+                os.rename(name, upload.place(file), src_dir_fd=folder, dst_dir_fd=trash)
+            self._empty(folder, trash, upload)
+            if not os.listdir(folder):  # else others' files stay, and so does it
+                os.rmdir(upload.directory, dir_fd=root)
+            os.fsync(trash)
         os.fsync(root)
 
     @staticmethod
-    def _take(folder: int, trash: int, upload: Upload, whole: bool) -> None:
-        present = set(os.listdir(folder))
-        ours = {file["name"]: file for file in upload.files if file["name"] in present}
-        if changed := not_as_sent(folder, ours):
-            raise changed
-        if whole and ours:  # before what was sent goes, which shows whose directory it is
-            for name in present - set(ours):
-                with contextlib.suppress(IsADirectoryError):
-                    os.unlink(name, dir_fd=folder)
-        for name, file in ours.items():
-            os.rename(name, upload.place(file), src_dir_fd=folder, dst_dir_fd=trash)
-
-    @staticmethod
-    def _empty(root: int, trash: int, upload: Upload) -> None:
-        """Removes from the trash what was sent, if all of it is as it was sent; else it goes back,
-        over nothing: a new recording may be there."""
+    def _empty(folder: int, trash: int, upload: Upload) -> None:
+        """Removes from the trash what was sent, if all of it is as it was sent there, too; else all
+        of it goes back, over nothing: a new recording may be there."""
         present = set(os.listdir(trash))
         taken = {upload.place(f): f for f in upload.files if upload.place(f) in present}
-        if changed := not_as_sent(trash, taken):
-            with held(subdirectory(root, upload.directory, 0o777)) as folder:
-                there = set(os.listdir(folder))
-                for place, file in taken.items():
-                    if file["name"] in there:
-                        raise FileExistsError(errno.EEXIST, f"{file['name']} is there already")
-                    os.rename(place, file["name"], src_dir_fd=trash, dst_dir_fd=folder)
-            raise changed
+        try:
+            check_sent(trash, taken)
+        except OSError:
+            there = set(os.listdir(folder))
+            for place, file in taken.items():
+                if file["name"] in there:
+                    raise OSError(errno.EEXIST, f"{file['name']} is there already") from None
+                os.rename(place, file["name"], src_dir_fd=trash, dst_dir_fd=folder)
+            raise
         for place in taken:
             os.unlink(place, dir_fd=trash)
-        if taken:
-            os.fsync(trash)
 
 
 # ==================================================================================================
@@ -3187,8 +3101,8 @@ class Health:
 class Voice:
     """What the agent says of itself: the unit's status, the state file, the journal."""
 
-    def __init__(self, state: StateFile, session: Session, health: Health) -> None:
-        self.state, self.session, self.health = state, session, health
+    def __init__(self, show: Callable[..., None], session: Session, health: Health) -> None:
+        self.show, self.session, self.health = show, session, health
         self.repeats = Repeats()
         self.tally = Tally()
         self.deaths = 0
@@ -3216,7 +3130,7 @@ class Voice:
             self.report(sentence, progress)
 
     def report(self, sentence: str, progress: dict[str, object] | None = None) -> None:
-        sentence = clean(sentence, MASKING.known)
+        sentence = clean(sentence)
         wall = time.time() - time.monotonic()
         outages = [
             {"endpoint": each.name, "code": each.outage.code, "reason": each.outage.reason}
@@ -3228,7 +3142,7 @@ class Voice:
         state |= {"listening": self.session.locked, "progress": progress}
         for job in self.jobs:
             state |= job.published()
-        self.state.write(**state)
+        self.show(**state)
         if sentence != self.sentence:
             self.sentence = sentence
             daemon.notify(f"STATUS={sentence}")
@@ -3276,7 +3190,7 @@ class Voice:
 
 def masked(verdict: Verdict) -> Verdict:
     """Its reason may hold all of an answer: fit to be kept, and to be cut."""
-    return replace(verdict, reason=clean(verdict.reason, MASKING.known))
+    return replace(verdict, reason=clean(verdict.reason))
 
 
 # Their payload is not touched.
@@ -3843,9 +3757,6 @@ class Files(Delivery):
             agent.recordings.root(agent.session.root_id, agent.adopt_root) as root,
             agent.recordings.opened(root, entry, grace_over) as ready,
         ):
-            if ready.made_up:
-                text = f"recording {entry.seq} has no usable meta.json: sent with a minimal one"
-                say(logging.WARNING, "meta_made_up", text, SEQ=entry.seq, CALL_ID=ready.directory)
             agent.session.check()
             self.store.travelling = entry
             while agent.entries.under_way:  # it may hold what this would be written over by
@@ -4030,7 +3941,7 @@ class Deletions(Job):
                 agent.recordings.remove(root, upload, everything)
             except (OSError, psycopg.Error, KeyError, TypeError) as met:  # deliveries go on
                 why = getattr(met, "strerror", None) or repr(met)
-                return self._failed(upload, clean(f"{where}: {why}", MASKING.known))
+                return self._failed(upload, clean(f"{where}: {why}"))
         self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=where)
         agent.voice.tally.removed += 1
         self.repeats.over(f"deletion {upload.seq}")
@@ -4123,7 +4034,7 @@ class Agent:
     """Holds the lock, and gives every job its turn."""
 
     def __init__(
-        self, config: Config, process: Process, state: StateFile, once: bool,
+        self, config: Config, process: Process, show: Callable[..., None], once: bool,
         more: Sequence[Callable[[Agent], Job]] = (),
     ) -> None:  # fmt: skip
         self.config, self.process, self.once = config, process, once
@@ -4133,7 +4044,7 @@ class Agent:
         self.frontend = Frontend(config, process)
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
-        self.voice = Voice(state, self.session, self.health)
+        self.voice = Voice(show, self.session, self.health)
         self.entries, self.files = Entries(self), Files(self)
         self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
         jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
@@ -5325,7 +5236,7 @@ class Outcome:
     @property
     def remarks(self) -> list[dict[str, Any]]:
         """As they are stored and shown."""
-        tidy = partial(clean, known=MASKING.known, limit=200)
+        tidy = partial(clean, limit=200)
         first = sorted(self.section.remarks, key=lambda remark: not remark.skipped)
         return [
             {"item": tidy(each.item), "reason": tidy(each.reason), "skipped": each.skipped}
@@ -5405,7 +5316,7 @@ class SettingsStore:
                 raise
             whys = [f"the database refuses it: {error.diag.message_primary or error}"]
             outcome.changes = []
-        outcome.error = clean("; ".join(whys), MASKING.known)
+        outcome.error = clean("; ".join(whys))
         outcome.applied = not whys
 
     def heartbeat(self, conn: psycopg.Connection[Any], missing: Mapping[str, str]) -> None:
@@ -5712,7 +5623,7 @@ class Audio:
 
     def failed(self, file: AudioFile, reason: str) -> str:
         """It waits; returns why, as it is stored."""
-        error = clean(reason, MASKING.known)
+        error = clean(reason)
         wait = backoff(file.tries + 1, 0.5 + random.random() / 2)
         self.store.run(AUDIO_FAILED, name=file.name, error=error, wait=wait)
         return error
@@ -5863,7 +5774,7 @@ class Settings(Job):
         wait = backoff(self.tries, random.random(), verdict.retry_after)
         self._rest(now, 60.0)
         self.due = self.audio_due = max(self.due, now + wait)
-        reason = clean(verdict.reason, MASKING.known)
+        reason = clean(verdict.reason)
         if self.trouble is None:
             self.since = now
         self.trouble = replace(verdict, reason=reason)
@@ -6393,6 +6304,26 @@ class Desk:
 # --- looking --------------------------------------------------------------------------------------
 
 
+class StateFile:
+    """/run/serversync/state.json, for those who look from outside."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
+        self.started = time.monotonic()
+
+    def write(self, **state: object) -> None:
+        if not self.directory:
+            return
+        now = time.time()  # by the clock as it is now: at the start it may have been wrong
+        since = now - (time.monotonic() - self.started)
+        who: dict[str, object] = {"pid": os.getpid(), "since": since, "at": now}
+        path = os.path.join(self.directory, "state.json")
+        with contextlib.suppress(OSError):  # a full /run must not stop deliveries
+            with open(f"{path}.new", "w", encoding="utf-8") as file:
+                file.write(json.dumps(who | state) + "\n")
+            os.replace(f"{path}.new", path)
+
+
 def state_path(environ: Mapping[str, str]) -> str:
     directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or "/run/serversync"
     return os.path.join(directory, "state.json")
@@ -6466,7 +6397,7 @@ def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
             seen["locked"] = desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]
             seen["settings"] = desk.run(SETTINGS_VIEW)[0][0]
     except (Unavailable, psycopg.Error) as met:
-        error = clean(" ".join(str(met).split()), MASKING.known)
+        error = clean(" ".join(str(met).split()))
     state = state or {}
     # Elsewhere: the lock is held, but by none that we see. Perhaps of another machine.
     kind = "standby" if state.get("standby") else "running"
@@ -6624,27 +6555,27 @@ def _message(row: Sequence[Any]) -> dict[str, Any]:
         message[key] = message[key] and message[key].isoformat()
     text = message["payload"]
     if text is not None:
-        message["payload"] = mask(text, MASKING.known)  # too deep, a number too long: as text
+        message["payload"] = mask(text)  # too deep, a number too long: as text
         with contextlib.suppress(RecursionError, ValueError):
             message["payload"] = without_secrets(json.loads(text))
     return message
 
 
-_SECRET_KEY: Final = re.compile(r"(?i)password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key")
+_SECRET_KEY: Final = re.compile(f"(?i){_NAMES}")
 
 
 def without_secrets(value: Any) -> Any:
     """A payload as it may be shown: what looks like a secret is masked."""
     if isinstance(value, dict):
         return {
-            mask(key, MASKING.known): "***"
+            mask(key): "***"
             if isinstance(inner, str) and _SECRET_KEY.search(key)
             else without_secrets(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list):
         return [without_secrets(inner) for inner in value]
-    return mask(value, MASKING.known) if isinstance(value, str) else value
+    return mask(value) if isinstance(value, str) else value
 
 
 def _against(row: Sequence[Any], force: bool) -> str | None:
@@ -6817,7 +6748,7 @@ def metrics_text(view: dict[str, Any], counts: dict[tuple[str, str], float]) -> 
 
 def labels(**pairs: object) -> str:
     """{name="value",…}: masked, without control characters, escaped."""
-    shown = {key: clean(str(value), MASKING.known, 128) for key, value in pairs.items()}
+    shown = {key: clean(str(value), 128) for key, value in pairs.items()}
     escaped = {key: re.sub(r'(["\\])', r"\\\1", value) for key, value in shown.items()}
     return "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"
 
@@ -7526,7 +7457,7 @@ def _settings_screen(view: Mapping[str, Any]) -> str:
     audio = view["audio"]
     text = f"announcement audio: {count(audio['files'], 'file')}, {audio['waiting']} to fetch"
     screen += ["", text, *(f"  {n}: {why}" for n, why in audio["problems"].items())]
-    return clean("\n".join(screen), MASKING.known, 1 << 20, lines=True)
+    return clean("\n".join(screen), 1 << 20, lines=True)
 
 
 def _settings_pull(
@@ -7623,7 +7554,7 @@ def _pull_shown(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> s
             notes.append(f"{name}: {each.skipped} skipped: {remarks_text(each.remarks, 20)}")
     nothing = "nothing would change" if arguments.dry_run else "nothing to change"
     changed = table(["SECTION", "TABLE", "CHANGE", "ITEM"], rows) if rows else nothing
-    return clean("\n".join([changed, *notes]), MASKING.known, 1 << 20, lines=True)
+    return clean("\n".join([changed, *notes]), 1 << 20, lines=True)
 
 
 def do_metrics(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -8497,7 +8428,8 @@ def audio_time(root: int, name: str) -> float:
 def doctor(
     config: Config | ConfigError, environ: Mapping[str, str], origins: Mapping[str, str]
 ) -> Iterator[Check]:
-    known = [] if isinstance(config, ConfigError) else known_secrets(config)
+    if isinstance(config, Config):
+        configure_logging(config)
     made = Doctor(config, environ, origins)
     for look in CHECKS:
         for status, text, hint in made.findings(look):
@@ -8505,7 +8437,7 @@ def doctor(
             # Not masked: what is pasted must stay quoted as it is.
             hint = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", hint).strip()
             hint = hint.encode("utf-8", "replace").decode()
-            yield Check(name, status, clean(text, known, 4096), hint)
+            yield Check(name, status, clean(text, 4096), hint)
 
 
 def print_checks(checks: Iterable[Check], as_json: bool, out: TextIO) -> int:
@@ -8620,7 +8552,7 @@ class Denied(Exception):
     """A request that gets an error for its answer."""
 
     def __init__(self, status: int, code: str, text: str, **headers: str) -> None:
-        message = clean(text, MASKING.known, 4096)
+        message = clean(text, 4096)
         self.reply = json_reply({"error": {"code": code, "message": message}}, status)
         self.reply.headers = {name.replace("_", "-"): value for name, value in headers.items()}
         self.reply.message = message
@@ -8866,7 +8798,7 @@ def not_configured(request: Request, problems: Sequence[str], local: bool) -> Re
     if request.path != "/":
         return Denied(503, "SYS_CONFIG", "; ".join(reasons)).reply
     lines = ["serversync is not configured:", "", *(f"- {reason}" for reason in reasons), ""]
-    text = clean("\n".join(lines), MASKING.known, 65536, lines=True)
+    text = clean("\n".join(lines), 65536, lines=True)
     return Reply(503, text.encode(), "text/plain; charset=utf-8")
 
 
@@ -8914,7 +8846,7 @@ class Admin:
         workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
         for worker in workers:
             worker.start()
-        while process.stop_at is None and (left := self._left(idle)) > 0:
+        while process.stop_at == float("inf") and (left := self._left(idle)) > 0:
             process.wait(time.monotonic() + left + 0.01)
             if not self._hung():
                 process.progress()
@@ -9804,15 +9736,15 @@ COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str
 def refuse(error: ConfigError) -> int:
     """Every problem on a line of its own, and a sentence for `systemctl status`."""
     for problem in error.problems:
-        print(f"serversync: {mask(problem, MASKING.known)}", file=sys.stderr)
+        print(f"serversync: {mask(problem)}", file=sys.stderr)
     more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
-    sentence = clean(f"not configured: {error.problems[0]}{more}", MASKING.known)
+    sentence = clean(f"not configured: {error.problems[0]}{more}")
     daemon.notify(f"STATUS={sentence}")
     return EX_CONFIG
 
 
 def complain(error: Exception) -> None:
-    text = clean(" ".join(str(error).split()), MASKING.known)
+    text = clean(" ".join(str(error).split()))
     print(f"serversync: {text}", file=sys.stderr)
 
 
@@ -9876,7 +9808,8 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     process = Process(environ)
     process.install()
     once = arguments.command == "once"
-    agent = Agent(config, process, StateFile({} if once else environ), once, (Settings,))
+    state = StateFile({} if once else environ)
+    agent = Agent(config, process, state.write, once, (Settings,))
     agent.reread = read
     return agent.run_once() if once else agent.serve()
 

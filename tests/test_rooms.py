@@ -30,7 +30,7 @@ if __name__ == "__main__":
     config = load_config(read_env_file(sys.argv[2], os.environ), os.environ)
     process = Process(os.environ)
     process.install()
-    sys.exit(Agent(config, process, StateFile({}), once=True).run_once())
+    sys.exit(Agent(config, process, lambda **_: None, once=True).run_once())
 """
 
 

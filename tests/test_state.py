@@ -871,7 +871,7 @@ environ = dict(os.environ)
 config = serversync.load_config(serversync.read_env_file(None, environ), environ)
 process = serversync.Process(environ)
 process.install()
-agent = serversync.Agent(config, process, serversync.StateFile({}), False)
+agent = serversync.Agent(config, process, serversync.StateFile({}).write, False)
 agent.hold()
 house = agent.housekeeping
 """

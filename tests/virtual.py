@@ -235,7 +235,7 @@ class Box(serversync.Agent):
     """An agent whose outbox, frontend and clock are models; it has nothing but entries to do."""
 
     def __init__(self, clock: Clock, answers: Answers, entries: Iterable[Entry]) -> None:
-        super().__init__(CONFIG, PROCESS, serversync.StateFile({}), False)
+        super().__init__(CONFIG, PROCESS, serversync.StateFile({}).write, False)
         self.coming = sorted(entries, reverse=True)
         self.born = {entry.seq: entry for entry in self.coming}
         self.clock, self.connection = clock, Connection("", "", PROCESS)

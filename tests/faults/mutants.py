@@ -366,7 +366,7 @@ MUTANTS = [
     ),
     Mutant(
         "the file is deleted as it is, whatever was sent",
-        'if signature(file["name"], status) != file:',
+        'if signature(file["name"], os.stat(name, dir_fd=where, follow_symlinks=False)) != file:',
         "if False:",
         story="a file changes after it was sent",
     ),
@@ -390,14 +390,14 @@ MUTANTS = [
     ),
     Mutant(
         "the root's marker is ignored",
-        "elif found != known:",
-        "elif False:",
+        "if known not in (None, found):",
+        "if False:",
         story="the disk is away when files could be deleted",
     ),
     Mutant(
         "the trash of a kill is not emptied",
-        "            self._empty(root, trash, upload)\n            try:\n",
-        "            try:\n",
+        "self._empty(folder, trash, upload)  # what an earlier try left there is finished",
+        "",
         (DELETION, "tests/faults/test_kills.py"),
     ),
     Mutant(

@@ -269,9 +269,7 @@ class Client:
         audio.write_bytes(b"0123456789")
         self.fd = os.open(audio, os.O_RDONLY)
         self.folder = os.open(directory, os.O_RDONLY)
-        self.ready = serversync.Ready(
-            self.fd, "call", audio.name, 10, [], self.folder, b"{}", False, KEY
-        )
+        self.ready = serversync.Ready(self.fd, "call", audio.name, 10, [], self.folder, b"{}", KEY)
         self.entry = serversync.FileEntry(
             1, str(uuid.uuid4()), str(uuid.uuid4()), None, None,
             0, 0.0, None, False, None, False,
