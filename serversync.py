@@ -521,7 +521,6 @@ class Tally:
     removed: int = 0
     waiting: int = 0
     dead: int = 0
-    looked: bool = False  # for entries: then also "nothing to send" is news
     started: float = field(default_factory=time.monotonic)
 
 
@@ -673,7 +672,10 @@ class Repeats:
             return
         if last == key and count:
             text += f" ({count + 1} times since)"
-        remember(self._said, topic, (key, now, 0))
+        self.over(topic)  # the newest stands last, and of too many the oldest is forgotten
+        self._said[topic] = (key, now, 0)
+        if len(self._said) > 256:
+            del self._said[next(iter(self._said))]
         say(level, event, text, **more)
 
     def over(self, topic: str) -> bool:
@@ -798,6 +800,7 @@ HOUR: Final = 3600.0
 REJECTED_IN_ROW: Final = 9  # a type that is only ever rejected is the frontend's fault, not ours
 SENT_SINCE: Final = 3  # so many others of its type must get through before a failure is charged
 ENTRIES_IN_ROW, FILES_IN_ROW = 30, 3  # distinct ones that failed without a success: an outage
+ALIVE: Final = (Fate.SENT, Fate.REJECTED)  # the empty request: some want at least one entry
 ALIVE_SEC: Final = 10.0  # how long the answer to the empty request is believed
 SHARE: Final = 9  # after a retry that took t seconds, none for 9 t
 HASTY_SEC: Final = 5.0  # for a request after a time-out, until one gets through
@@ -806,93 +809,70 @@ LOOKS_MIN: Final = 5
 LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer than 300 s
 
 
-def backoff(
-    tries: int, jitter: float, pause: float | None = None, *, cap: float = BACKOFF_CAP
-) -> float:
+def backoff(tries: int, jitter: float, pause: float = 0.0, cap: float = BACKOFF_CAP) -> float:
     """2, 4, 8, … 256 s, and full jitter. At least the pause that was asked for (an hour at most),
     and a random part: up to as long again within the cap, a tenth of what is longer. All who were
     told the same, or whose power returned at the same moment, would else come back together."""
-    pause = min(pause or 0.0, HOUR)
+    pause = min(pause, HOUR)
     most = max(min(2 * pause, BACKOFF_CAP), 1.1 * pause)
     return max(jitter * min(cap, 2.0 ** min(tries, 16)), pause + jitter * (most - pause))
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A row of the table of verdicts."""
-
-    when: Callable[[Answer], bool]
-    code: str
-    reason: str
-    fate: Fate = Fate.SUSPECT
-
-
-def _http(*statuses: int) -> Callable[[Answer], bool]:
-    return lambda answer: answer.status in statuses
-
-
-def _trouble(trouble: Trouble, words: str = "") -> Callable[[Answer], bool]:
-    return lambda answer: answer.trouble is trouble and bool(re.search(words, answer.detail))
+def _kind(answer: Answer) -> object:
+    """What decides: the trouble or the status, or a word where it takes more than that."""
+    if answer.trouble is Trouble.TLS and re.search("not yet valid|has expired", answer.detail):
+        return "clock"
+    if answer.status == 408 and answer.steady:
+        return "slow"
+    if answer.status == 503 and retry_after(answer.retry_after, 0.0) is not None:
+        return "later"
+    if answer.status in (400, 422) and answer.said is not None:
+        return "rejected"
+    return answer.trouble or answer.status
 
 
-def _asks_for_a_pause(answer: Answer) -> bool:
-    """429, or a 503 that says until when."""
-    known = retry_after(answer.retry_after, 0.0) is not None
-    return answer.status == 429 or (answer.status == 503 and known)
-
-
-def _is_slow(answer: Answer) -> bool:
-    return answer.status == 408 and answer.steady
-
-
-def _rejects(answer: Answer) -> bool:
-    return answer.status in (400, 422) and answer.said is not None
-
-
-_CLOCK: Final = "not yet valid|has expired"
-_TLS: Final = "TLS with the frontend failed"
-_TLS_CLOCK: Final = f"{_TLS} (if its certificate is good: is this clock right?)"
+_CLOCK: Final = "TLS with the frontend failed (if its certificate is good: is this clock right?)"
+_LATE: Final = "the frontend did not answer in time"
 _PROXY: Final = "too large for the frontend, or for a proxy before it (nginx: client_max_body_size)"
-_UNREACHABLE: Final = "the frontend cannot be reached"
+_DENIED: Final = "the frontend does not accept our credentials, or forbids it to them"
+_ADDRESS: Final = "no such address: not deployed, or a wrong base URL?"
 _REDIRECT: Final = "a redirect, which is never followed: a login page?"
 _NOT_OURS: Final = "a success, but not in the contract's words: not our frontend?"
-# The first row that fits decides. What is sent does not stand here: only confirm_entries and
-# confirm_upload know the contract's words.
-RULES: Final = (
-    Rule(_trouble(Trouble.UNREACHABLE), "NETWORK_ERROR", _UNREACHABLE, Fate.OUTAGE),
-    Rule(_trouble(Trouble.TLS, _CLOCK), "TLS_ERROR", _TLS_CLOCK, Fate.OUTAGE),
-    Rule(_trouble(Trouble.TLS), "TLS_ERROR", _TLS, Fate.OUTAGE),
-    Rule(_trouble(Trouble.TIMEOUT), "NETWORK_TIMEOUT", "the frontend did not answer in time"),
-    Rule(_trouble(Trouble.RESET), "NETWORK_RESET", "the frontend closed the connection"),
-    Rule(_trouble(Trouble.GARBLED), "BAD_RESPONSE", "what came back is not HTTP"),
-    Rule(_asks_for_a_pause, "RATE_LIMITED", "the frontend asks for a pause"),
-    Rule(_http(409), "CONFLICT", "the frontend says conflict, but not that it has it"),
-    Rule(_http(*range(200, 300)), "BAD_RESPONSE", _NOT_OURS),
-    Rule(_http(*range(300, 400)), "REDIRECTED", _REDIRECT),
-    Rule(_http(401), "UNAUTHORIZED", "the frontend does not accept our credentials"),
-    Rule(_http(403), "UNAUTHORIZED", "the frontend forbids it, perhaps to these credentials"),
-    Rule(_http(404, 405), "NOT_FOUND", "no such address: not deployed, or a wrong base URL?"),
-    Rule(_is_slow, "TOO_SLOW", "the frontend gave up on a body that was moving", Fate.WAITS),
-    Rule(_http(408), "NETWORK_TIMEOUT", "the frontend waited in vain"),
-    Rule(_http(413), "TOO_LARGE", _PROXY),
-    Rule(_rejects, "BAD_REQUEST", "the frontend rejects it", Fate.REJECTED),
-    Rule(_http(400, 422), "BAD_RESPONSE", "rejected, but not by our frontend"),
-    Rule(_http(*range(500, 600)), "FRONTEND_5XX", "the frontend has trouble"),
-    Rule(lambda answer: True, "UNKNOWN", "an answer that nobody expected"),
+# What is sent does not stand here: only those that confirm it know the contract's words.
+RULES: Final[Sequence[tuple[Container[object], Fate, str, str]]] = (
+    ((Trouble.UNREACHABLE,), Fate.OUTAGE, "NETWORK_ERROR", "the frontend cannot be reached"),
+    (("clock",), Fate.OUTAGE, "TLS_ERROR", _CLOCK),
+    ((Trouble.TLS,), Fate.OUTAGE, "TLS_ERROR", "TLS with the frontend failed"),
+    ((Trouble.TIMEOUT, 408), Fate.SUSPECT, "NETWORK_TIMEOUT", _LATE),
+    (("slow",), Fate.WAITS, "TOO_SLOW", "the frontend gave up on a body that was moving"),
+    ((Trouble.RESET,), Fate.SUSPECT, "NETWORK_RESET", "the frontend closed the connection"),
+    ((Trouble.GARBLED,), Fate.SUSPECT, "BAD_RESPONSE", "what came back is not HTTP"),
+    (range(200, 300), Fate.SUSPECT, "BAD_RESPONSE", _NOT_OURS),
+    (range(300, 400), Fate.SUSPECT, "REDIRECTED", _REDIRECT),
+    ((401, 403), Fate.SUSPECT, "UNAUTHORIZED", _DENIED),
+    ((404, 405), Fate.SUSPECT, "NOT_FOUND", _ADDRESS),
+    ((409,), Fate.SUSPECT, "CONFLICT", "the frontend says conflict, but not that it has it"),
+    ((413,), Fate.SUSPECT, "TOO_LARGE", _PROXY),
+    ((429, "later"), Fate.SUSPECT, "RATE_LIMITED", "the frontend asks for a pause"),
+    (("rejected",), Fate.REJECTED, "BAD_REQUEST", "the frontend rejects it"),
+    ((400, 422), Fate.SUSPECT, "BAD_RESPONSE", "rejected, but not by our frontend"),
+    (range(500, 600), Fate.SUSPECT, "FRONTEND_5XX", "the frontend has trouble"),
 )
+UNEXPECTED: Final = (Fate.SUSPECT, "UNKNOWN", "an answer that nobody expected")
 
 
 def classify(answer: Answer, now: float = 0.0) -> Verdict:
     """Whose fault is an answer that was not confirmed?"""
-    rule = next(rule for rule in RULES if rule.when(answer))
+    kind = _kind(answer)
+    fate, code, reason = next((row[1:] for row in RULES if kind in row[0]), UNEXPECTED)
     status = f"HTTP {answer.status}" if answer.status is not None else ""
-    if rule.code == "TOO_LARGE":
+    if code == "TOO_LARGE":
         status += f" to {human(answer.sent)}"
     # As a whole: it is masked before it is cut.
     words = answer.detail or answer.body.decode("utf-8", "replace")
-    reason = ": ".join(filter(None, (rule.reason, status, words)))
-    pause = retry_after(answer.retry_after, now) if rule.code == "RATE_LIMITED" else None
-    return Verdict(rule.fate, rule.code, reason, answer.status, pause)
+    reason = ": ".join(filter(None, (reason, status, words)))
+    pause = retry_after(answer.retry_after, now) if code == "RATE_LIMITED" else None
+    return Verdict(fate, code, reason, answer.status, pause)
 
 
 def retry_after(text: str | None, now: float) -> float | None:
@@ -908,49 +888,42 @@ def retry_after(text: str | None, now: float) -> float | None:
     return min(max(wait, 0.0), HOUR)
 
 
-def _already(answer: Answer, key: str) -> bool:
-    """A 409 that says in words: I have it (it may also mean: the first one is still running)."""
-    said = answer.said
-    if answer.status != 409 or said is None:
-        return False
+def _has_it(answer: Answer, key: str, ok: bool | None = None) -> bool:
+    """Whether it says that all of the request was taken. `ok` is meant where that is not said."""
+    said = answer.said or {}
+    if answer.status != 409:  # a success before the end of the body confirms nothing
+        success = 200 <= (answer.status or 0) <= 299 and answer.complete
+        return success and said.get("ok", ok) is True
+    # I have it, or: the first one is still running?
     error = said.get("error")
     codes = [said.get("code"), error.get("code") if isinstance(error, dict) else error]
     if said.get("ok") is True or "ALREADY_PROCESSED" in codes:
         return True
     keys = [said.get("idempotencyKey"), said.get("idempotency_key"), said.get("key")]
-    return bool(key) and key in keys and not {"ok", "error", "code", "status"} & said.keys()
+    return key in keys and not {"ok", "error", "code", "status"} & said.keys()
 
 
-def _success(answer: Answer) -> bool:
-    """2xx, and to the whole request: a success before the end of the body confirms nothing."""
-    return 200 <= (answer.status or 0) <= 299 and answer.complete
-
-
-def _says_ok(answer: Answer) -> bool:
-    return _success(answer) and (answer.said or {}).get("ok") is True
-
-
-def _sent(answer: Answer, already: bool) -> Verdict:
-    return Verdict(Fate.SENT, "CONFLICT_PROCESSED" if already else "", "confirmed", answer.status)
+def _sent(answer: Answer) -> Verdict:
+    code = "CONFLICT_PROCESSED" if answer.status == 409 else ""
+    return Verdict(Fate.SENT, code, "confirmed", answer.status)
 
 
 def confirm_entries(
     answer: Answer, key: str, seqs: Sequence[int], now: float = 0.0
 ) -> tuple[Verdict, dict[int, str]]:
     """The verdict on a request of entries, and those that were refused for good with the reason."""
-    already = _already(answer, key)
-    if not already and not _says_ok(answer):
+    if not _has_it(answer, key):
         return classify(answer, now), {}
-    listed = (answer.said or {}).get("rejected")
+    listed = (answer.said or {}).get("rejected") if seqs else None  # an empty request has no list
     rejected: dict[int, str] = {}
     for item in listed if isinstance(listed, list) else []:
         seq = item.get("seq") if isinstance(item, dict) else None
         if type(seq) is int and seq in seqs:
             rejected[seq] = f"{item.get('code') or 'rejected'}: {item.get('message') or ''}"
     if listed is not None and (not isinstance(listed, list) or len(rejected) != len(listed)):
-        reason = f"HTTP {answer.status}, but its list of rejected entries makes no sense"
-        return Verdict(Fate.SUSPECT, "BAD_RESPONSE", reason, answer.status), {}
-    return _sent(answer, already), rejected
+        problem = "its list of rejected entries makes no sense"
+        return classify(replace(answer, detail=problem), now), {}
+    return _sent(answer), rejected
 
 
 _FILE_URL: Final = re.compile(r"(?i)https?://[!-.0-~][!-~\u00a1-\ud7ff\ue000-\U0010ffff]{0,2040}")
@@ -958,36 +931,30 @@ _FILE_URL: Final = re.compile(r"(?i)https?://[!-.0-~][!-~\u00a1-\ud7ff\ue000-\U0
 
 def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tuple[Verdict, str]:
     """The verdict on an upload, and the URL under which the frontend has it."""
-    already, said = _already(answer, key), answer.said or {}
-    if not already and not _success(answer):
+    if not _has_it(answer, key, ok=True):
         return classify(answer, now), ""
-    url, problem = said.get("fileUrl"), ""
+    said = answer.said or {}
+    url, stored, problem = said.get("fileUrl"), said.get("sizeBytes"), ""
     if not isinstance(url, str) or not _FILE_URL.fullmatch(url):
         problem = "without a usable fileUrl"
-    elif said.get("ok", True) is not True:
-        problem = "it says that it is not ok"
-    elif said.get("sizeBytes") not in (None, size):
-        problem = f"it stored {said['sizeBytes']} of {size} bytes"
+    elif stored not in (None, size):
+        problem = f"it stored {stored} of {size} bytes"
     if problem:
         return classify(replace(answer, detail=problem), now), ""
-    return _sent(answer, already), str(url)
-
-
-def is_alive(answer: Answer) -> bool:
-    """The answer to an empty request: the contract's own, or that of a frontend which wants at
-    least one entry."""
-    return _says_ok(answer) or _rejects(answer)
+    return _sent(answer), str(url)
 
 
 def confirm_length(look: Answer, size: int) -> Verdict:
     """What a HEAD says of an upload, where it can be trusted."""
     told = look.status == 200 and (look.length or "").isdigit()
-    if told and int(look.length or 0) == size:
-        return _sent(look, False)
+    if told and look.length == str(size):
+        return _sent(look)
     if told or look.status == 404:
-        found = f"{look.length} of" if told else "none of"
-        reason = f"stored, but not as it was sent: SYNC_VERIFY_PATH says that it has {found}"
-        return Verdict(Fate.SUSPECT, "BAD_RESPONSE", f"{reason} {size} bytes", look.status)
+        found = (
+            f"SYNC_VERIFY_PATH says that it has {look.length if told else 'none'} of {size} bytes"
+        )
+        reason = f"stored, but not as it was sent: {found}"
+        return Verdict(Fate.SUSPECT, "BAD_RESPONSE", reason, look.status)
     detail = look.detail or "SYNC_VERIFY_PATH does not tell what it has"
     return replace(classify(replace(look, detail=detail)), fate=Fate.SUSPECT)
 
@@ -1010,7 +977,7 @@ def judge(past: Past, verdict: Verdict, config: Config, jitter: float, charge: b
     worn_out = charged and attempts >= config.retry_max and long
     dead = fate in (Fate.REJECTED, Fate.DEAD) or worn_out
     cap = HOUR if tries > 8 else BACKOFF_CAP
-    delay = min(backoff(tries, jitter, verdict.retry_after, cap=cap), HOUR)
+    delay = min(backoff(tries, jitter, verdict.retry_after or 0.0, cap), HOUR)
     return Step(dead, tries, attempts, delay)
 
 
@@ -1052,7 +1019,7 @@ class Endpoint:
     def begin_outage(self, verdict: Verdict, now: float, jitter: float, by_entries: bool) -> Outage:
         """What came back decides when the next try is; the first one tells since when."""
         tries, since = (self.outage.tries + 1, self.outage.since) if self.outage else (1, now)
-        pause = None if by_entries else verdict.retry_after  # that one was told to an entry
+        pause = 0.0 if by_entries else verdict.retry_after or 0.0  # else it was told to an entry
         due = now + backoff(tries, jitter, pause)
         self.outage = Outage(verdict.code, verdict.reason, since, tries, due, by_entries)
         self.size, self.gentle, self.hasty = 1, False, False
@@ -1076,14 +1043,6 @@ def grace_is_over(tries: int, waited: float, grace: float) -> bool:
     return tries + 1 >= LOOKS_MIN and waited >= grace
 
 
-def remember(memory: dict[Any, Any], key: object, value: object, most: int = 256) -> None:
-    """Puts it last, and forgets the first of too many: memory does not depend on the backlog."""
-    memory.pop(key, None)
-    memory[key] = value
-    if len(memory) > most:
-        del memory[next(iter(memory))]
-
-
 def human(size: float) -> str:
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
@@ -1099,8 +1058,8 @@ def count(number: float, word: str, plural: str = "") -> str:
 IDLE: Final = "idle: nothing to send"
 
 
-def sentence_of(tally: Tally, outages: Sequence[tuple[str, Outage]], now: float) -> str:
-    """What was done, or why nothing was done, in one sentence."""
+def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
+    """What was done, or why nothing was done, in one sentence; empty if there is neither."""
     parts = (
         (tally.entries, f"sent {count(tally.entries, 'entry', 'entries')}"),
         (tally.files, f"uploaded {count(tally.files, 'recording')} ({human(tally.bytes)})"),
@@ -1109,12 +1068,11 @@ def sentence_of(tally: Tally, outages: Sequence[tuple[str, Outage]], now: float)
         (tally.dead, f"gave up {count(tally.dead, 'entry', 'entries')} (dead letters)"),
     )
     done = [words for number, words in parts if number]
-    for _, outage in outages:
+    for outage in {each.reason: each for each in outages}.values():  # mostly the same for both
         wait = max(0.0, outage.due - now)
         told = f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s"
-        if not any(outage.reason in each for each in done):  # mostly the same for both
-            done.append(f"{told}: {outage.reason}")
-    return "; ".join(done)[:400] if done else IDLE
+        done.append(f"{told}: {outage.reason}")
+    return "; ".join(done)[:400]
 
 
 # ==================================================================================================
@@ -1879,8 +1837,8 @@ with dead as (
         error_code = excluded.error_code, error_message = excluded.error_message,
         http_status = excluded.http_status, attempts = excluded.attempts
 )
-select serversync.show_recording(
-    serversync.to_uuid(%(recording_id)s::text), 'upload_failed', null)
+select serversync.show_recording(serversync.to_uuid(coalesce(
+    payload->>'recordingId', payload->>'recording_id', entity_id::text)), 'upload_failed', null)
 from dead where entity_type = 'recording_file'
 """
 # Old rows, in chunks: processed ones only, and nothing while the clock is behind the last receipt.
@@ -2245,10 +2203,11 @@ class Store:
         type_sent = past.sent_now if suspect else past.type_sent
         more = {"type_sent": type_sent, "in_outage": in_outage, "waits_for": waits_for}
         self.run(SET_WAITING, seq=seq, call_id=past.call_id, **vars(verdict), **vars(step), **more)
+        self.rows = True
 
-    def bury(self, seq: int, verdict: Verdict, step: Step, recording_id: str | None) -> None:
-        more = {"recording_id": recording_id, "blamed": verdict.fate is Fate.REJECTED}
-        self.run(BURY, seq=seq, **vars(verdict), **vars(step), **more)
+    def bury(self, seq: int, verdict: Verdict, step: Step) -> None:
+        blamed = verdict.fate is Fate.REJECTED
+        self.run(BURY, seq=seq, blamed=blamed, **vars(verdict), **vars(step))
 
 
 BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
@@ -2999,7 +2958,6 @@ class Job:
 
     @property
     def under_way(self) -> bool:
-        """Whether a request of its is."""
         return self.wait.fd >= 0
 
     def wake(self) -> None:
@@ -3056,20 +3014,17 @@ class Ledger:
         began = time.monotonic()
         again = began >= self._again_at
         for result in [each for each in self.results if again or not each.locked]:
-            result.locked = False
             try:
-                if result.generation != self.session.generation:
-                    say(logging.WARNING, "fenced", FENCED)
-                elif not self.session.locked:
-                    raise Lost
-                else:
+                if result.generation == self.session.generation:
                     result.write()
+                else:
+                    say(logging.WARNING, "fenced", FENCED)
             except Lost:
                 raise
             except Exception as error:
                 state = getattr(error, "sqlstate", None)
-                if state in LOCKED:
-                    result.locked = True
+                result.locked = state in LOCKED
+                if result.locked:
                     continue
                 if state:
                     raise NotRecorded(str(error)) from error
@@ -3092,11 +3047,6 @@ class Health:
         self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
         self.untried = True  # somebody said: try now
 
-    def forget(self) -> None:
-        for endpoint in self.endpoints:
-            endpoint.forget()
-        self.alive_until = self.quiet_until = 0.0
-
 
 class Voice:
     """What the agent says of itself: the unit's status, the state file, the journal."""
@@ -3106,20 +3056,16 @@ class Voice:
         self.repeats = Repeats()
         self.tally = Tally()
         self.deaths = 0
-        self.done = IDLE  # the sentence of what was done last
+        self.done = IDLE  # the sentence of what was done since the last look for entries
         self.sentence = ""
         self.jobs: Sequence[Job] = ()
         self._busy_at = 0.0
 
     def rest(self) -> None:
-        """The sentence of what was done since the last rest; where nobody looked for entries, the
-        last one stays."""
         if any(job.failures for job in self.jobs):
             return  # what failed was told, and stands
-        outages = [(each.name, each.outage) for each in self.health.endpoints if each.outage]
-        done = sentence_of(self.tally, outages, time.monotonic())
-        if self.tally.looked or done != IDLE:
-            self.done = done
+        outages = [each.outage for each in self.health.endpoints if each.outage]
+        self.done = sentence_of(self.tally, outages, time.monotonic()) or self.done
         self.tally = Tally()
         self.report("; ".join([self.done, *(job.sentence for job in self.jobs if job.sentence)]))
 
@@ -3148,24 +3094,6 @@ class Voice:
             daemon.notify(f"STATUS={sentence}")
             say(logging.DEBUG, "cycle", sentence)
 
-    def outage(self, endpoint: Endpoint, verdict: Verdict) -> None:
-        """Told when it begins, and when its reason is another."""
-        if endpoint.outage is None:
-            return
-        wait = endpoint.outage.due - time.monotonic()
-        words = f"outage, nothing is lost: {verdict.reason} (next try in {wait:.0f} s)"
-        key, text = f"{verdict.code} {verdict.status}", f"{endpoint.name}: {words}"
-        more = {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
-        self.repeats.say(endpoint.name, key, logging.WARNING, "outage", text, **more)
-
-    def recovered(self, endpoint: Endpoint, outage: Outage) -> None:
-        lasted = time.monotonic() - outage.since
-        text = f"{endpoint.name}: recovered after {lasted:.0f} s ({outage.code})"
-        say(logging.INFO, "recovered", text, ERROR_CODE=outage.code)
-        for each in self.health.endpoints:
-            if each.outage is None:
-                self.repeats.over(each.name)
-
     def failed(self, seq: int, past: Past, verdict: Verdict, step: Step) -> None:
         self.tally.waiting += not step.dead
         self.tally.dead += step.dead
@@ -3193,10 +3121,6 @@ def masked(verdict: Verdict) -> Verdict:
     return replace(verdict, reason=clean(verdict.reason))
 
 
-# Their payload is not touched.
-UNREADABLE: Final = ("ROW_CORRUPT", "ENTRY_UNREADABLE", "SESSION_LOST")
-
-
 class Delivery(Job):
     """What entries and files have in common: whose fault it is, and what becomes of it."""
 
@@ -3211,16 +3135,19 @@ class Delivery(Job):
         agent, health = self.agent, self.health
         if time.monotonic() < health.quiet_until:
             return
-        ended = self.endpoint.succeeded(number)
+        ended, name = self.endpoint.succeeded(number), self.endpoint.name
         others = [each for each in health.endpoints if each.outage and not each.outage.by_entries]
         for other in others:
             other.succeeded(1)
+            self.voice.repeats.over(other.name)
         if ended or others:
             agent.ledger.record([], partial(agent.store.run, END_OUTAGE))
             agent.entries.wake()
             agent.files.wake()
         if ended:
-            self.voice.recovered(self.endpoint, ended)
+            self.voice.repeats.over(name)
+            text = f"{name}: recovered after {time.monotonic() - ended.since:.0f} s ({ended.code})"
+            say(logging.INFO, "recovered", text, ERROR_CODE=ended.code)
 
     def begin_outage(self, verdict: Verdict, of_all: bool = False) -> None:
         """Of this endpoint alone, or of everything. What was under way changes no pause."""
@@ -3232,68 +3159,60 @@ class Delivery(Job):
             outage = endpoint.begin_outage(verdict, now, jitter, by_entries=not of_all)
             if of_all and verdict.code == "RATE_LIMITED":
                 health.quiet_until = max(health.quiet_until, outage.due)
-        self.voice.outage(self.endpoint, verdict)
-
-    def is_it_the_frontend(self) -> Steps[Verdict | None]:
-        """Asks with an empty request, unless that was answered a moment ago; None: it lives."""
-        if time.monotonic() < max(self.health.alive_until, self.health.quiet_until):
-            return None
-        return (yield from self.ask())
+            if endpoint is self.endpoint:  # told when it begins, and when its reason is another
+                name, key = endpoint.name, f"{verdict.code} {verdict.status}"
+                words = f"{verdict.reason} (next try in {outage.due - now:.0f} s)"
+                text = f"{name}: outage, nothing is lost: {words}"
+                more = {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
+                self.voice.repeats.say(name, key, logging.WARNING, "outage", text, **more)
 
     def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
-        frontend, health = self.agent.frontend, self.health
-        limit = min(self.agent.config.timeout_sec, most)
+        """Is it the frontend? An empty request shows; None: it lives."""
+        frontend, health, key = self.agent.frontend, self.health, uuid.uuid4().hex
         # On a wire of its own: a request of entries may be under way while a file fails.
         wire = frontend.files if self.endpoint is health.files else frontend.entries
-        answer = yield from frontend.post(BODY_FRAME, uuid.uuid4().hex, limit, wire)
-        if is_alive(answer):
-            health.alive_until = max(health.alive_until, time.monotonic() + ALIVE_SEC)
-            return None
-        return classify(answer, time.time())
+        answer = yield from frontend.post(BODY_FRAME, key, most, wire)
+        verdict, _ = confirm_entries(answer, key, [], time.time())
+        if verdict.fate not in ALIVE:
+            return verdict
+        health.alive_until = max(health.alive_until, time.monotonic() + ALIVE_SEC)
+        return None
 
-    def conclude(
-        self, seqs: Sequence[int], verdict: Verdict, charge: bool = True,
-        recording_id: str | None = None,
-    ) -> Steps[None]:  # fmt: skip
+    def conclude(self, seqs: Sequence[int], verdict: Verdict, charge: bool = True) -> Steps[None]:
         """The frontend did not take these: is it to blame, or one of them? A probe in an outage
         that it answers otherwise well leaves the outage to the entries."""
-        probing, down = self.endpoint.outage is not None, None
-        if verdict.fate is Fate.OUTAGE:
-            down = verdict
-        else:
+        probing, health = self.endpoint.outage is not None, self.health
+        down = verdict if verdict.fate is Fate.OUTAGE else None
+        if down is None:
             yield AT_ONCE
-            down = yield from self.is_it_the_frontend()
+            if time.monotonic() >= max(health.alive_until, health.quiet_until):
+                down = yield from self.ask()
+        if len(seqs) > 1:
+            self.endpoint.failed_together(len(seqs), verdict)
         if down is not None:
             self.begin_outage(down, of_all=True)
-        if len(seqs) > 1:
-            if down is None:
-                self.endpoint.failed_together(len(seqs), verdict)
-        elif verdict.fate is not Fate.OUTAGE:
-            charge = charge and down is None and not probing
-            self.failed(seqs[0], verdict, charge, recording_id)
-        if probing and down is None and self.endpoint.outage is not None:
+        elif probing and self.endpoint.outage is not None:
             self.begin_outage(verdict)
+        if len(seqs) == 1 and down is not verdict:
+            self.failed(seqs[0], verdict, charge and down is None and not probing)
 
     def pause(self) -> Steps[None]:
-        """As long as the frontend asked for one."""
         while (until := self.agent.health.quiet_until) > time.monotonic():
             yield Wait(until)
 
-    def failed(
-        self, seq: int, verdict: Verdict, charge: bool = True, recording_id: str | None = None
-    ) -> None:
+    def failed(self, seq: int, verdict: Verdict, charge: bool = True) -> None:
         """One entry, alone, did not get through: it is given up, or waits with the reason."""
-        past = self.store.past(seq, readable=verdict.code not in UNREADABLE)
+        unreadable = verdict.code in ("ROW_CORRUPT", "ENTRY_UNREADABLE", "SESSION_LOST")
+        past = self.store.past(seq, readable=not unreadable)
         if past is None:
             return
         verdict = masked(verdict)
         step = judge(past, verdict, self.agent.config, random.random(), charge)
         if step.dead:
-            write: Callable[[], object] = partial(self.store.bury, seq, verdict, step, recording_id)
+            write: Callable[[], object] = partial(self.store.bury, seq, verdict, step)
         else:
             in_outage = self.endpoint.outage is not None
             write = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
-            self.store.rows = True
         self.agent.ledger.record([seq], write)
         self.voice.failed(seq, past, verdict, step)
         blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED) and not step.dead
@@ -3302,15 +3221,14 @@ class Delivery(Job):
 
     def why_unreadable(self, seq: int, error: psycopg.Error) -> Verdict:
         if error.sqlstate in CORRUPT:
-            reason = f"its row in sync_outbox is corrupt: {error}"
-            return Verdict(Fate.WAITS, "ROW_CORRUPT", reason)
-        reason = f"PostgreSQL cannot write it out: {error}"
+            return Verdict(Fate.WAITS, "ROW_CORRUPT", f"its row in sync_outbox is corrupt: {error}")
+        fate = Fate.WAITS
         try:
             self.store.run(WRITE_ONE, seq=seq)
         except psycopg.Error as again:
             if (again.sqlstate or "")[:2] in ("22", "54"):
-                return Verdict(Fate.DEAD, "ENTRY_UNREADABLE", reason)
-        return Verdict(Fate.WAITS, "ENTRY_UNREADABLE", reason)
+                fate = Fate.DEAD
+        return Verdict(fate, "ENTRY_UNREADABLE", f"PostgreSQL cannot write it out: {error}")
 
 
 # ==================================================================================================
@@ -3716,13 +3634,12 @@ class Files(Delivery):
             self.agent.arrived()
         if verdict.fate is Fate.SENT:
             return True
-        recording_id = entry.recording_id if entry else None
         if verdict.code == "ROOT_MISSING":
             self.begin_outage(verdict)
         elif ours:
-            self.failed(seq, verdict, recording_id=recording_id)
+            self.failed(seq, verdict)
         else:
-            yield from self.conclude([seq], verdict, recording_id=recording_id)
+            yield from self.conclude([seq], verdict)
         return verdict.code == "NOT_READY"
 
     def _wait_for(self, entry: FileEntry) -> None:
@@ -3732,7 +3649,6 @@ class Files(Delivery):
             verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {entry.waits_for}")
             step = Step(False, past.tries, past.attempts, 0.0)
             self.store.set_waiting(entry.seq, past, verdict, step, False, entry.waits_for)
-            self.store.rows = True
 
     def _already_there(self, seq: int) -> Verdict:
         """Its file is gone and its recording is shown as uploaded: that is what we left behind."""
@@ -4057,7 +3973,7 @@ class Agent:
     def look(self) -> Look:
         """What there is to do; wakes whom that concerns."""
         look = Look(*self.store.run(LOOK)[0])
-        self.voice.tally.looked = True
+        self.voice.done = IDLE  # unless there is more to say
         self.store.rows = look.waiting
         if look.lacking and not self.housekeeping.lacking:
             self.housekeeping.wake()
@@ -4239,8 +4155,9 @@ class Agent:
 
     def try_now(self) -> None:
         """Every outage and pause ends, and what waits for its time is due."""
-        self.health.forget()
+        self.health.alive_until = self.health.quiet_until = 0.0
         for endpoint in self.health.endpoints:
+            endpoint.forget()
             self.voice.repeats.over(endpoint.name)
         self.health.untried = not self.session.locked  # then as soon as it is
         if self.session.locked:
@@ -5771,7 +5688,7 @@ class Settings(Job):
             self.due = now
             return
         self.tries += 1
-        wait = backoff(self.tries, random.random(), verdict.retry_after)
+        wait = backoff(self.tries, random.random(), verdict.retry_after or 0.0)
         self._rest(now, 60.0)
         self.due = self.audio_due = max(self.due, now + wait)
         reason = clean(verdict.reason)

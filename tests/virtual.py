@@ -166,8 +166,9 @@ class Outbox(Store):
         past = replace(past, tries=step.tries, attempts=step.attempts, type_sent=past.sent_now)
         due = self.clock.now + step.delay
         self._keep(seq, Row(past, self.clock.now, due, in_outage=in_outage))
+        self.rows = True
 
-    def bury(self, seq: int, verdict: Verdict, step: Step, recording_id: str | None) -> None:
+    def bury(self, seq: int, verdict: Verdict, step: Step) -> None:
         kind = self._leave(seq)
         self.dead[kind] += 1
         self.rejected[kind] += verdict.fate is serversync.Fate.REJECTED
