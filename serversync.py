@@ -459,13 +459,13 @@ class FileEntry:
     """A recording_file entry, with what is known of its earlier looks and of its recording."""
 
     seq: int
-    call_log_id: str | None
+    call_log_id: str  # empty: what the payload says is no UUID
     recording_id: str
     file_path: str | None
     call_id: str | None
     tries: int
     waited: float
-    upload_status: str | None
+    uploaded: bool
     second: bool
     waits_for: int | None
     early: bool  # an entry before it has not been tried: both came to light behind the pass
@@ -1163,39 +1163,6 @@ create table serversync.idempotency_keys (
     outbox_id bigint not null,
     expires_at timestamptz not null
 );
-
--- What came back from the frontend: a row a section.
-create table serversync.settings (
-    section text primary key,
-    position int not null,
-    pulls bigint not null default 0,       -- tells whether another pull came between
-    digest text,                           -- of the rows as they were applied last; null: never
-    counts jsonb not null default '{}',    -- what these were, {"groups": 3, "numbers": 12}
-    remarks jsonb not null default '[]',   -- [{item, reason, skipped}] of the last answer
-    skipped int not null default 0,
-    pulled_at timestamptz,
-    changed_at timestamptz,
-    error text,                            -- why the last answer was not applied
-    held_counts jsonb,                     -- what came when it looked like a loss; null: not held
-    held_times int not null default 0,     -- in a row
-    held_seconds double precision not null default 0  -- of the agent's own running time
-) with (fillfactor = 50);
-insert into serversync.settings (section, position)
-values ('number-groups', 1), ('call-actions', 2), ('announcements', 3), ('ivr-flows', 4);
-
--- The announcements' audio: what is wanted, and what the agent itself put there.
-create table serversync.audio_files (
-    name text primary key,
-    version text not null,                 -- the frontend's updatedAt
-    fetched text,                          -- the version that is there
-    fetched_at timestamptz,
-    files jsonb not null default '[]',     -- [{inode, size, mtime_ns, sha256}] as they were written
-    etag text,
-    tries int not null default 0,
-    next_attempt_at timestamptz not null default now(),
-    error text,
-    unwanted double precision              -- seconds of the agent's own running time; null: wanted
-);
 """
 # An entry has a row here while it is not simply next, and the row says why.
 WAITING_TABLE: Final = """
@@ -1236,34 +1203,6 @@ language sql immutable parallel safe as $$
     select serversync.to_uuid(coalesce(payload->>'callLogId', payload->>'call_log_id'))
 $$;
 
--- The same key ten times is one row; the same key with something else is an error.
-create or replace function serversync.enqueue(
-    entity_type text, entity_id uuid, payload jsonb, idempotency_key text default null
-) returns bigint language plpgsql as $$
-declare
-    mine bytea := sha256(convert_to(entity_type || ' ' || entity_id || ' ' || payload, 'UTF8'));
-    seq bigint;
-    known record;
-begin
-    insert into serversync.idempotency_keys as k (key, digest, outbox_id, expires_at)
-    select idempotency_key, mine, 0, '-infinity' where idempotency_key is not null
-    on conflict (key) do update set key = excluded.key  -- locks the row of the first caller
-    returning * into known;
-    if known.expires_at > now() then
-        if known.digest <> mine then
-            raise exception 'idempotency key % was used with another payload', idempotency_key
-                using errcode = 'unique_violation';
-        end if;
-        return known.outbox_id;
-    end if;
-    insert into sync_outbox (entity_type, entity_id, payload)
-    values (enqueue.entity_type, enqueue.entity_id, enqueue.payload) returning id into seq;
-    update serversync.idempotency_keys k
-    set outbox_id = seq, digest = mine, expires_at = now() + interval '30 days'
-    where k.key = idempotency_key;
-    return seq;
-end $$;
-
 -- A constant payload: PostgreSQL folds a transaction's notifications into one. A trigger that
 -- fails would end the backend's transaction: whatever goes wrong here, the call can still end.
 create or replace function serversync.wake() returns trigger language plpgsql as $$
@@ -1272,16 +1211,6 @@ begin
     return null;
 exception when others then
     return null;
-end $$;
-
-create or replace function serversync.recording(
-    recording uuid, out upload_status text, out s3_url text, out file_size bigint
-) language plpgsql stable as $$
-begin
-    if to_regclass('recordings') is not null then
-        select r.upload_status, r.s3_url, r.file_size_bytes
-        into upload_status, s3_url, file_size from recordings r where r.id = recording;
-    end if;
 end $$;
 
 -- An uploaded recording says so even in an older snapshot: by the backend's row, or where that is
@@ -1306,15 +1235,13 @@ end $$;
 -- Whether the frontend has another recording of the same call.
 create or replace function serversync.has_another(call uuid, recording uuid) returns boolean
 language plpgsql stable as $$
-declare
-    has boolean := exists (select from serversync.deliveries d
-                           where d.call_id = call and d.entity_id <> recording);
 begin
-    if not has and to_regclass('recordings') is not null then
-        has := exists (select from recordings r where r.call_log_id = call
-                       and r.upload_status = 'uploaded' and r.id <> recording);
+    perform from serversync.deliveries d where d.call_id = call and d.entity_id <> recording;
+    if not found and to_regclass('recordings') is not null then
+        perform from recordings r
+        where r.call_log_id = call and r.upload_status = 'uploaded' and r.id <> recording;
     end if;
-    return has;
+    return found;
 end $$;
 
 -- What the backend sees of a recording; one that is uploaded stays so.
@@ -1370,7 +1297,8 @@ drop table serversync.failures, serversync.revived, serversync.recordings,
     serversync.system_settings;
 drop function serversync.call_of_row, serversync.entry, serversync.lane, serversync.locked;
 """
-# By the version that is there (0: none), what makes it this one. Several statements, all or none.
+# By the version that is there (0: none), what makes it this one; the other rooms add what only they
+# need. Several statements, all or none.
 _NUMBERED: Final = f"insert into serversync.schema_version values ({SCHEMA_VERSION});"
 MIGRATIONS: Final = {
     0: TABLES + WAITING_TABLE + FUNCTIONS + _NUMBERED,
@@ -1384,20 +1312,14 @@ MIGRATIONS: Final = {
 
 LOCK_KEY: Final = 0x7365727673796E63  # "servsync"; an advisory lock counts for one database
 
-# Settles the session: names resolve in the backend's schemas first, in ours last (for a role named
-# serversync, "$user" would put it first); a silent peer is noticed; a lock is waited for less long
-# than the backend's deadlock_timeout.
+# Settles the session: a silent peer is noticed; a lock is waited for less long than the backend's
+# deadlock_timeout.
 SESSION: Final = """
-select set_config('search_path', array_to_string(array(
-           select quote_ident(name) from unnest(current_schemas(false)) name
-           where name <> 'serversync') || 'serversync'::text, ', '), false),
-       set_config('timezone', 'UTC', false),
+select set_config('timezone', 'UTC', false),
        set_config('datestyle', 'ISO', false),
-       set_config('extra_float_digits', '1', false),
        set_config('statement_timeout', '18s', false),
        set_config('lock_timeout', '400ms', false),
        set_config('jit', 'off', false),  -- it takes 250 ms for what then takes 2
-       set_config('idle_in_transaction_session_timeout', '60s', false),
        set_config('tcp_keepalives_idle', '20', false),
        set_config('tcp_keepalives_interval', '5', false),
        set_config('tcp_keepalives_count', '4', false)
@@ -1430,7 +1352,6 @@ select outbox is not null, recordings::text, to_regnamespace('serversync') is no
 from (select to_regclass('sync_outbox') as outbox, to_regclass('recordings') as recordings,
              to_regclass('system_settings') as settings) backend
 """
-CREATE_SCHEMA: Final = "create schema serversync"
 VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version"
 # A new holder of the lock: results of an older epoch are worth nothing. Durable, whatever the
 # database's default: an epoch that a power cut takes back would come twice.
@@ -1468,6 +1389,8 @@ IN_PASS: Final = "o.id > %(after)s::bigint and o.id <= %(until)s::bigint"
 CALL: Final = "serversync.call_of(o.payload)"
 CALL_ID: Final = "left(coalesce(payload->>'callId', payload->>'call_id'), 1024)"
 FILE_PATH: Final = "left(coalesce(payload->>'filePath', payload->>'file_path'), 4096)"
+RECORDING: Final = """serversync.to_uuid(
+    coalesce(payload->>'recordingId', payload->>'recording_id', entity_id::text))"""
 # What `w` (or a letter) is about is pending still.
 HAS_ENTRY: Final = """exists (
     select from sync_outbox o
@@ -1484,14 +1407,11 @@ def _first(entity: str, call: str, before: str) -> str:
     """The seq that must be through first: of its entity's that wait the first, or of its call's
     own; if that waits, too, the one for which it does. None: null. (Look-ups, not anti-joins: their
     plan does not change with what the tables hold.)"""
-    look_ups = (
-        f"""(
+    look_up = """(
         select coalesce(e.waits_for, e.outbox_id) from serversync.waiting e
-        where e.entity_id = {each} and e.outbox_id {before} and not e.is_file
+        where e.entity_id = {} and e.outbox_id {} and not e.is_file
         order by e.outbox_id limit 1)"""
-        for each in (entity, call)
-    )
-    return f"coalesce({', '.join(look_ups)})"
+    return f"coalesce({look_up.format(entity, before)}, {look_up.format(call, before)})"
 
 
 def _may_go(row: str, seq: str, call: str) -> str:
@@ -1525,23 +1445,16 @@ delete from serversync.waiting w
 where w.code = 'WAITS_FOR'
   and not exists (select from serversync.waiting e where e.outbox_id = w.waits_for)
 """
-# Somebody says: try now.
+# Somebody says "try now": all is due. The end of an outage: what failed during it is, but for what
+# was told its time.
 MAKE_DUE: Final = """
-update serversync.waiting set next_attempt_at = now() where next_attempt_at < 'infinity'
-"""
-# The end of an outage: what failed during it is due.
-END_OUTAGE: Final = """
 update serversync.waiting set next_attempt_at = now(), in_outage = false
-where in_outage and next_attempt_at < 'infinity'
-  and code <> 'RATE_LIMITED'  -- not before the time that it was told
+where next_attempt_at < 'infinity' and (%(everything)s or in_outage and code <> 'RATE_LIMITED')
 """
 # Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
 # entry of its call that became visible behind the pass.
 # (Not by max(): with statistics of an idle box that reads all that is pending.)
-LAST: Final = """
-select coalesce((select id from sync_outbox where processed_at is null
-                 order by id desc limit 1), 0)
-"""
+LAST: Final = "select id from sync_outbox where processed_at is null order by id desc limit 1"
 # One plan for many batches, made of the tables as they are then: to plan each anew costs as much as
 # to carry it out. A pass begins with new ones: a plan of an empty table is of no use to a full one.
 NEW_PLANS: Final = "set plan_cache_mode = force_generic_plan; discard plans"
@@ -1589,7 +1502,7 @@ with picked as (
 )
 select string_agg(id::text, ','), max(size),
        case when max(size) <= %(most)s::bigint then
-           convert_to('{{"entries":[' || string_agg(entry, ',') || ']}}', 'UTF8') end
+           '{{"entries":[' || string_agg(entry, ',') || ']}}' end
 from measured where total <= %(bytes)s::bigint or total = size
 """
 
@@ -1599,8 +1512,6 @@ FETCH: Final = _write_out(f"""{PENDING_ENTRY} and {IN_PASS} and {_may_go("o", "i
   and (not exists (select from serversync.waiting)
        or {_first("o.entity_id", CALL, "<= o.id")} is null)""")
 FETCH_ALONE: Final = _write_out("o.processed_at is null and o.id = %(seq)s::bigint")
-# Whether PostgreSQL can write out a payload at all.
-WRITE_ONE: Final = "select octet_length(payload::text) from sync_outbox where id = %(seq)s"
 # What a batch passed over gets its row: later ones of the same entity must wait for it, too. The
 # first of the chain is named: when that is through, all that wait for it are free at once.
 HOLD_BACK: Final = f"""
@@ -1644,25 +1555,21 @@ with newest as materialized (
       and o.entity_id in (select entity_id from newest union select call from newest)
     group by 1
 )
-select n.id from newest n
+select max(n.id) from newest n
 where not exists (select from earliest e where e.entity_id in (n.entity_id, n.call) and e.id < n.id)
-order by n.id desc limit 1
 """
 
 # All that is known of one recording, and the earlier entry that must be through before: its
 # recording's or its call's own, never an event's; or an earlier recording of the same call.
 READ_FILE: Final = f"""
 with file as (
-    select o.*, serversync.to_uuid(o.recording_id) as recording,
-           serversync.to_uuid(o.call_log_id) as call
-    from (select id, entity_id, {FILE_PATH} as file_path, {CALL_ID} as call_id,
-                 left(coalesce(payload->>'callLogId', payload->>'call_log_id'), 64) as call_log_id,
-                 left(coalesce(payload->>'recordingId', payload->>'recording_id',
-                               entity_id::text), 64) as recording_id
-          from sync_outbox o where {PENDING_FILE} and id = %(seq)s::bigint) o
+    select id, entity_id, {FILE_PATH} as file_path, {CALL_ID} as call_id, {CALL} as call,
+           {RECORDING} as recording
+    from sync_outbox o where {PENDING_FILE} and id = %(seq)s::bigint
 )
-select o.id, o.call_log_id, o.recording_id, o.file_path, o.call_id, coalesce(w.tries, 0), {WAITED},
-       r.upload_status, serversync.has_another(o.call, o.recording),
+select o.id, coalesce(o.call::text, ''), coalesce(o.recording::text, ''), o.file_path, o.call_id,
+       coalesce(w.tries, 0), {WAITED},
+       serversync.uploaded(o.recording) is not null, serversync.has_another(o.call, o.recording),
        least({_first("o.recording", "o.call", "< o.id")},
              (select min(e.outbox_id) from serversync.waiting e  -- else the first were the second
               where e.call_id = o.call and e.outbox_id < o.id and e.is_file)),
@@ -1672,7 +1579,6 @@ select o.id, o.call_log_id, o.recording_id, o.file_path, o.call_id, coalesce(w.t
           and e.entity_id in (o.recording, o.call) and e.id <> all (%(skip)s::bigint[]))
 from file o
 left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
-cross join lateral serversync.recording(o.recording) r
 """
 # Confirmed uploads whose files are still here.
 UPLOADS: Final = """
@@ -1709,12 +1615,12 @@ select o.entity_type,
        (case when w.outbox_id is not null then w.call_id
              when %(readable)s::boolean then {CALL} end)::text,
        coalesce(w.tries, 0), coalesce(w.attempts, 0), w.type_sent, {WAITED},
-       coalesce((select value from serversync.counters
-                 where name = 'sent' and label = o.entity_type), 0)::bigint,
-       coalesce((select value from serversync.counters
-                 where name = 'deaths_in_row' and label = o.entity_type), 0)::int
+       coalesce(sent.value, 0)::bigint, coalesce(deaths.value, 0)::int
 from sync_outbox o
 left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
+left join serversync.counters sent on sent.name = 'sent' and sent.label = o.entity_type
+left join serversync.counters deaths
+    on deaths.name = 'deaths_in_row' and deaths.label = o.entity_type
 where o.id = %(seq)s::bigint and o.processed_at is null
 """
 # A confirmed request: marked, its rows and letters settled, receipt and counters, all or nothing.
@@ -1724,20 +1630,18 @@ CONFIRM: Final = """
 with sent as (
     update sync_outbox set processed_at = now()
     where id = any (%(seqs)s::bigint[]) and (processed_at is null) is true
-    returning id, entity_type, entity_id, created_at
+    returning id, entity_type, entity_id,
+        case when isfinite(created_at)  -- date_part: extract() is numeric, and slow
+        then greatest(0, date_part('epoch', now() - created_at)) else 0 end as lag
 ), settled as (
     delete from serversync.waiting
     where outbox_id = any (%(seqs)s::bigint[]) and exists (select from serversync.waiting)
     returning outbox_id, tries
-), each as (
-    select id, entity_type, coalesce(tries, 0) as tries,
-        case when isfinite(created_at)  -- date_part: extract() is numeric, and slow
-        then greatest(0, date_part('epoch', now() - created_at)) else 0 end as lag
-    from sent left join settled on outbox_id = id
 ), tally as materialized (  -- all that is counted of the entries, in one pass over them
     select entity_type, width_bucket(lag, '{1,5,30,60,300,3600,86400}'::float8[]) as bucket,
-           tries, count(*) as entries, sum(lag) as lag, min(id) as first, max(id) as last
-    from each group by 1, 2, 3
+           coalesce(tries, 0) as tries, count(*) as entries, sum(lag) as lag,
+           min(id) as first, max(id) as last
+    from sent left join settled on outbox_id = id group by 1, 2, 3
 ), total as materialized (
     select sum(entries)::bigint as entries, sum(lag) as lag, sum(tries * entries) as tries,
            min(first) as first, max(last) as last
@@ -1746,10 +1650,9 @@ with sent as (
     update serversync.dead_letters d set status = 'RESOLVED', updated_at = now()
     from sent s
     where d.outbox_id = s.id and d.entity_id = s.entity_id and d.status <> 'RESOLVED'
-      and exists (select from serversync.dead_letters)
 ), accepted as (
     delete from serversync.counters
-    where name = 'deaths_in_row' and (select bool_or(entity_type = label) from tally)
+    where name = 'deaths_in_row' and label in (select entity_type from tally)
 ), receipt as (
     insert into serversync.deliveries (kind, first_seq, last_seq, entries, bytes, idempotency_key,
         request_sha256, answer_sha256, http_status, outcome, started_at, duration_ms, call_id,
@@ -1811,11 +1714,11 @@ on conflict (outbox_id) do update set entity_id = excluded.entity_id, code = exc
 """
 # An entry that is given up. It leaves the hot index in the same transaction, payload and all; a
 # dead recording is shown as failed, unless it is uploaded.
-BURY: Final = """
+BURY: Final = f"""
 with dead as (
     update sync_outbox set processed_at = now() where id = %(seq)s and processed_at is null
     returning id, entity_type, entity_id, payload,
-              to_jsonb(jsonb_populate_record(sync_outbox, '{"payload": null}'))
+              to_jsonb(jsonb_populate_record(sync_outbox, '{{"payload": null}}'))
                   - 'payload' - 'processed_at' as rest
 ), settled as (
     delete from serversync.waiting where outbox_id = %(seq)s
@@ -1837,15 +1740,14 @@ with dead as (
         error_code = excluded.error_code, error_message = excluded.error_message,
         http_status = excluded.http_status, attempts = excluded.attempts
 )
-select serversync.show_recording(serversync.to_uuid(coalesce(
-    payload->>'recordingId', payload->>'recording_id', entity_id::text)), 'upload_failed', null)
+select serversync.show_recording({RECORDING}, 'upload_failed', null)
 from dead where entity_type = 'recording_file'
 """
 # Old rows, in chunks: processed ones only, and nothing while the clock is behind the last receipt.
 # By the primary key, up to the last row that an old receipt or letter names: where nothing is old
 # nothing is read. `pruned_until` tells a retry what may have been forgotten.
 PRUNE: Final = """
-with old as materialized (
+with old as (
     select now() - %(days)s::float8 * interval '1 day' as age
     from (select started_at from serversync.deliveries order by id desc limit 1) last
     where now() >= last.started_at
@@ -1871,10 +1773,8 @@ with old as materialized (
         order by id limit 1000)
     returning 1
 ), letters as (
-    delete from serversync.dead_letters where id in (
-        select id from serversync.dead_letters
-        where status = 'RESOLVED' and updated_at < (select age from old)
-        order by id limit 1000)
+    delete from serversync.dead_letters
+    where status = 'RESOLVED' and updated_at < (select age from old)
     returning 1
 ), keys as (
     delete from serversync.idempotency_keys where expires_at < now() - interval '1 day'
@@ -2055,7 +1955,7 @@ class Session:
             raise ConfigError([f"{who} lacks {what}: {how}" for what in missing])
         try:
             if not schema:
-                self.run(CREATE_SCHEMA)
+                self.run("create schema serversync")
             self._migrate(ours)
         except psycopg.errors.InsufficientPrivilege:
             raise ConfigError([f"{who} may not make its tables: {how}"]) from None
@@ -2154,7 +2054,7 @@ class Store:
         return row[0] if row else None
 
     def last(self) -> int:
-        return int(self.value(LAST))
+        return int(self.value(LAST) or 0)
 
     def fetch(self, after: int, until: int, size: int, most: int, at_all: int) -> Batch:
         """The next entries, as one body of so many bytes; a larger one alone, if it may go."""
@@ -3141,7 +3041,7 @@ class Delivery(Job):
             other.succeeded(1)
             self.voice.repeats.over(other.name)
         if ended or others:
-            agent.ledger.record([], partial(agent.store.run, END_OUTAGE))
+            agent.ledger.record([], partial(agent.store.run, MAKE_DUE, everything=False))
             agent.entries.wake()
             agent.files.wake()
         if ended:
@@ -3224,7 +3124,8 @@ class Delivery(Job):
             return Verdict(Fate.WAITS, "ROW_CORRUPT", f"its row in sync_outbox is corrupt: {error}")
         fate = Fate.WAITS
         try:
-            self.store.run(WRITE_ONE, seq=seq)
+            sql = "select length(payload::text) from sync_outbox where id = %(seq)s"
+            self.store.run(sql, seq=seq)
         except psycopg.Error as again:
             if (again.sqlstate or "")[:2] in ("22", "54"):
                 fate = Fate.DEAD
@@ -3616,7 +3517,7 @@ class Files(Delivery):
             verdict = yield from self._upload(entry)
             ours = False
         except Gone as trouble:
-            uploaded = entry is not None and entry.upload_status == "uploaded"
+            uploaded = entry is not None and entry.uploaded
             verdict = self._already_there(seq) if uploaded else trouble.verdict
         except EntryTrouble as trouble:
             verdict = trouble.verdict
@@ -3661,8 +3562,8 @@ class Files(Delivery):
     def _upload(self, entry: FileEntry) -> Steps[Verdict]:
         """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
         for name, value in (("callLogId", entry.call_log_id), ("recordingId", entry.recording_id)):
-            if not _UUID.fullmatch(value or ""):
-                raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", f"{name} is not a UUID: {value!r}")
+            if not value:
+                raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", f"its {name} is not a UUID")
         if entry.second:
             raise EntryTrouble(
                 Fate.DEAD, "SECOND_RECORDING", "the frontend has another recording of this call"
@@ -3720,7 +3621,7 @@ class Files(Delivery):
     def _stored(self, frontend: Frontend, entry: FileEntry, ready: Ready) -> Steps[Verdict]:
         """What HEAD says of the upload. Whether that can be trusted shows the first one: a page
         that has a length for what was never uploaded tells nothing."""
-        call, recording = str(entry.call_log_id), entry.recording_id
+        call, recording = entry.call_log_id, entry.recording_id
         look = Answer()
         yield from self.pause()
         for _ in range(3):  # an answer that tells nothing is asked for again
@@ -4161,7 +4062,7 @@ class Agent:
             self.voice.repeats.over(endpoint.name)
         self.health.untried = not self.session.locked  # then as soon as it is
         if self.session.locked:
-            self.ledger.record([], partial(self.session.run, MAKE_DUE))
+            self.ledger.record([], partial(self.session.run, MAKE_DUE, everything=True))
 
     # --- the two commands -----------------------------------------------------------------------
 
@@ -4782,6 +4683,41 @@ def hold_on(known: Known, counts: Mapping[str, int], elapsed: float) -> tuple[bo
 # it: a row that is as it should be is not touched, and gets no new id.
 # ==================================================================================================
 
+# Ours: made with all the others.
+MIGRATIONS[0] += """
+-- What came back from the frontend: a row a section.
+create table serversync.settings (
+    section text primary key,
+    position int not null,
+    pulls bigint not null default 0,       -- tells whether another pull came between
+    digest text,                           -- of the rows as they were applied last; null: never
+    counts jsonb not null default '{}',    -- what these were, {"groups": 3, "numbers": 12}
+    remarks jsonb not null default '[]',   -- [{item, reason, skipped}] of the last answer
+    skipped int not null default 0,
+    pulled_at timestamptz,
+    changed_at timestamptz,
+    error text,                            -- why the last answer was not applied
+    held_counts jsonb,                     -- what came when it looked like a loss; null: not held
+    held_times int not null default 0,     -- in a row
+    held_seconds double precision not null default 0  -- of the agent's own running time
+) with (fillfactor = 50);
+insert into serversync.settings (section, position)
+values ('number-groups', 1), ('call-actions', 2), ('announcements', 3), ('ivr-flows', 4);
+
+-- The announcements' audio: what is wanted, and what the agent itself put there.
+create table serversync.audio_files (
+    name text primary key,
+    version text not null,                 -- the frontend's updatedAt
+    fetched text,                          -- the version that is there
+    fetched_at timestamptz,
+    files jsonb not null default '[]',     -- [{inode, size, mtime_ns, sha256}] as they were written
+    etag text,
+    tries int not null default 0,
+    next_attempt_at timestamptz not null default now(),
+    error text,
+    unwanted double precision              -- seconds of the agent's own running time; null: wanted
+);
+"""
 # The backend's tables that are there, and the rights on them that this role lacks. No lock.
 SETTINGS_TABLES: Final = """
 select t.name, c.oid is not null, array(
@@ -5839,6 +5775,45 @@ def accept_hint(name: str) -> str:
 SCHEMA_MISSING: Final = "the schema serversync is not there: run: sudo serversync setup"
 DESK_LIMIT: Final = 5  # seconds to connect
 
+# What only people and other programs call: made with all the others.
+CALLED_BY_OTHERS: Final = """
+-- The same key ten times is one row; the same key with something else is an error.
+create or replace function serversync.enqueue(
+    entity_type text, entity_id uuid, payload jsonb, idempotency_key text default null
+) returns bigint language plpgsql as $$
+declare
+    mine bytea := sha256(convert_to(entity_type || ' ' || entity_id || ' ' || payload, 'UTF8'));
+    seq bigint;
+    known record;
+begin
+    insert into serversync.idempotency_keys as k (key, digest, outbox_id, expires_at)
+    select idempotency_key, mine, 0, '-infinity' where idempotency_key is not null
+    on conflict (key) do update set key = excluded.key  -- locks the row of the first caller
+    returning * into known;
+    if known.expires_at > now() then
+        if known.digest <> mine then
+            raise exception 'idempotency key % was used with another payload', idempotency_key
+                using errcode = 'unique_violation';
+        end if;
+        return known.outbox_id;
+    end if;
+    insert into sync_outbox (entity_type, entity_id, payload)
+    values (enqueue.entity_type, enqueue.entity_id, enqueue.payload) returning id into seq;
+    update serversync.idempotency_keys k
+    set outbox_id = seq, digest = mine, expires_at = now() + interval '30 days'
+    where k.key = idempotency_key;
+    return seq;
+end $$;
+
+create or replace function serversync.file_size(recording uuid, out bytes bigint)
+language plpgsql stable as $$
+begin
+    if to_regclass('recordings') is not null then
+        select file_size_bytes into bytes from recordings where id = recording;
+    end if;
+end $$;
+"""
+MIGRATIONS.update({version: sql + CALLED_BY_OTHERS for version, sql in MIGRATIONS.items()})
 # The whole of the outbox, the letters and the receipts, in one look. No lock; the partial index of
 # pending entries, the index of receipts by time.
 SURVEY: Final = """
@@ -5858,13 +5833,12 @@ select json_build_object(
                                     and o.processed_at is null
                   group by 1) w),
     'recordings', (
-        select json_build_object('waiting', count(*), 'waiting_bytes', sum(r.file_size),
+        select json_build_object('waiting', count(*),
+                   'waiting_bytes', sum(serversync.file_size(coalesce(serversync.to_uuid(coalesce(
+                       o.payload->>'recordingId', o.payload->>'recording_id')), o.entity_id))),
                    'deletions_waiting', (select count(*) from serversync.uploads),
                    'deletions_failed', (select count(*) from serversync.uploads where tries > 0))
         from sync_outbox o
-        cross join lateral serversync.recording(coalesce(
-            serversync.to_uuid(coalesce(o.payload->>'recordingId', o.payload->>'recording_id')),
-            o.entity_id)) r
         where o.processed_at is null and o.entity_type = 'recording_file'),
     'dead_letters', (
         select json_object_agg(s.status, coalesce(d.n, 0))
@@ -6088,7 +6062,7 @@ with calls as materialized (
                      where d.outbox_id = p.id and d.entity_id = p.entity_id
                        and d.status <> 'RESOLVED') then 'letter'
         when p.entity_type = 'recording_file' and (
-             (serversync.recording(p.recording)).upload_status = 'uploaded'
+             serversync.uploaded(p.recording) is not null
              or exists (select from serversync.deliveries d where d.entity_id = p.recording))
              then 'delivered'
         when %(force)s then 'again'
@@ -7795,11 +7769,10 @@ OVERDUE_FILES: Final = """
 select o.id, left(coalesce(o.payload->>'filePath', o.payload->>'file_path'), 4096),
        left(coalesce(o.payload->>'callId', o.payload->>'call_id'), 1024)
 from sync_outbox o
-cross join lateral serversync.recording(serversync.to_uuid(
-    coalesce(o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) r
 where o.processed_at is null and o.entity_type = 'recording_file'
   and o.created_at < now() - %(grace)s::float8 * interval '1 second'
-  and r.upload_status is distinct from 'uploaded'
+  and serversync.uploaded(serversync.to_uuid(coalesce(
+      o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) is null
 """
 FAILED_DELETIONS: Final = """
 select count(*) over (), outbox_id, directory, error from serversync.uploads

@@ -163,7 +163,7 @@ def with_etags(frontend: Frontend) -> Callable[[Request], Reply | None]:
 
 def make_schema(db: Database) -> None:
     """The agent's tables, as its first start makes them."""
-    db.execute(serversync.CREATE_SCHEMA)
+    db.execute("create schema serversync")
     db.execute(serversync.MIGRATIONS[0])
 
 

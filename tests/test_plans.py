@@ -47,7 +47,7 @@ class Backlog:
     def __init__(self, cluster: Cluster, analyzed: str, failing: int) -> None:
         self.db, self.failing = Database(cluster), failing
         with self.db.connect() as connection:
-            for statement in (serversync.CREATE_SCHEMA, serversync.MIGRATIONS[0],
+            for statement in ("create schema serversync", serversync.MIGRATIONS[0],
                               serversync.CREATE_INDEX):  # fmt: skip
                 connection.execute(statement)
         for table in ("sync_outbox", "serversync.waiting"):  # nobody else analyzes in between

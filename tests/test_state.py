@@ -130,14 +130,14 @@ def test_an_upgraded_schema_is_the_same_as_a_fresh_one(agent: AgentFactory, db: 
         row[0] for row in fresh
     }
     db.execute("DROP SCHEMA serversync CASCADE")
-    for statement in (serversync.CREATE_SCHEMA, SCHEMA_V1.read_text()):
+    for statement in ("create schema serversync", SCHEMA_V1.read_text()):
         db.execute(statement)
     assert agent.once().returncode == 0
     assert db.rows(SHAPE) == fresh
 
 
 def test_an_upgrade_that_fails_changes_nothing(agent: AgentFactory, db: Database) -> None:
-    for statement in (serversync.CREATE_SCHEMA, SCHEMA_V1.read_text()):
+    for statement in ("create schema serversync", SCHEMA_V1.read_text()):
         db.execute(statement)
     before = definitions(db, "serversync")
     db.execute("CREATE VIEW looks AS SELECT * FROM serversync.recordings")  # the last of it fails
@@ -184,7 +184,7 @@ V1_UPLOADED = """
 def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
-    for statement in (serversync.CREATE_SCHEMA, SCHEMA_V1.read_text(), serversync.CREATE_INDEX,
+    for statement in ("create schema serversync", SCHEMA_V1.read_text(), serversync.CREATE_INDEX,
                       serversync.CREATE_TRIGGER):  # fmt: skip
         db.execute(statement)
     sent = backend.end_call()

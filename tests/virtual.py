@@ -77,7 +77,7 @@ class Outbox(Store):
             serversync.HOLD_BACK: self.hold_back,
             serversync.NEWEST_FREE: self.newest_free,
             serversync.NEXT_RETRY: self.retry,
-            serversync.END_OUTAGE: self.end_outage,
+            serversync.MAKE_DUE: self.make_due,
         }
         self.pending: dict[int, Entry] = {}
         self.waiting: dict[int, Row] = {}
@@ -100,9 +100,9 @@ class Outbox(Store):
         found = self.models[sql](**params)
         return [found if isinstance(found, tuple) else (found,)] if found is not None else []
 
-    def end_outage(self) -> None:
+    def make_due(self, everything: bool) -> None:
         for seq, row in list(self.waiting.items()):
-            if row.in_outage and row.waits_for is None:
+            if (everything or row.in_outage) and row.waits_for is None:
                 self._keep(seq, row._replace(in_outage=False, due=self.clock.now))
 
     def look(self) -> tuple[object, ...]:

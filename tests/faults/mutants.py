@@ -180,9 +180,8 @@ MUTANTS = [
     ),
     Mutant(
         "another type's success vouches for an entry",
-        "select value from serversync.counters\n"
-        "                 where name = 'sent' and label = o.entity_type)",
-        "select sum(value) from serversync.counters where name = 'sent')",
+        "serversync.counters sent on sent.name = 'sent' and sent.label = o.entity_type\n",
+        "(select sum(value) as value from serversync.counters where name = 'sent') sent on true\n",
         story="nothing dies of an outage",
     ),
     Mutant(
@@ -241,8 +240,8 @@ MUTANTS = [
     ),
     # Outages and retries
     Mutant(
-        "the end of an outage makes nothing due (END_OUTAGE)",
-        "agent.ledger.record([], partial(agent.store.run, END_OUTAGE))\n",
+        "the end of an outage makes nothing due (MAKE_DUE)",
+        "agent.ledger.record([], partial(agent.store.run, MAKE_DUE, everything=False))\n",
         "pass\n",
         (OUTAGES, FLOW),
     ),
@@ -330,8 +329,8 @@ MUTANTS = [
     ),
     Mutant(
         "a given-up recording is not shown as failed",
-        "entity_id::text)), 'upload_failed', null)",
-        "entity_id::text)), 'local_only', null)",
+        "select serversync.show_recording({RECORDING}, 'upload_failed', null)",
+        "select serversync.show_recording({RECORDING}, 'local_only', null)",
         story="a second recording",
     ),
     # Files

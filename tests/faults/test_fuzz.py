@@ -272,7 +272,7 @@ class Client:
         self.ready = serversync.Ready(self.fd, "call", audio.name, 10, [], self.folder, b"{}", KEY)
         self.entry = serversync.FileEntry(
             1, str(uuid.uuid4()), str(uuid.uuid4()), None, None,
-            0, 0.0, None, False, None, False,
+            0, 0.0, False, False, None, False,
         )  # fmt: skip
 
     def send(self, door: str, raw: Raw, *more: Raw) -> tuple[Verdict, Answer]:
