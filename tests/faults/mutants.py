@@ -253,8 +253,8 @@ MUTANTS = [
     ),
     Mutant(
         "a probe takes the oldest (NEWEST_FREE)",
-        "order by n.id desc limit 1\n",
-        "order by n.id limit 1\n",
+        "select max(n.id) from newest n\n",
+        "select min(n.id) from newest n\n",
         (BLOCKING, OUTAGES),
     ),
     Mutant(
