@@ -78,6 +78,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -1025,9 +1026,9 @@ class Endpoint:
         self.size, self.gentle, self.hasty = 1, False, False
         return self.outage
 
-    def retried(self, now: float, took: float, sent: bool) -> None:
-        """Retries never take more than a tenth of the time."""
-        self.retry_at = now if sent else now + min(SHARE * took, HOUR)
+    def retried(self, now: float, took: float) -> None:
+        """In vain. Such retries never take more than a tenth of the time."""
+        self.retry_at = now + min(SHARE * took, HOUR)
 
     def forget(self) -> None:
         """Somebody mended something: try now. What gets through ends an outage."""
@@ -1530,11 +1531,9 @@ where first is not null
 returning 1
 """
 # The retry that is due first, and in how many seconds: none that an earlier one of its entity, or
-# its call's own, must go before. And whether it is the frontend that did not want it: then it may
-# be asked earlier, as a probe. Never touches a payload.
+# its call's own, must go before. Never touches a payload.
 NEXT_RETRY: Final = f"""
-select w.outbox_id, greatest(0, extract(epoch from w.next_attempt_at - now()))::float8,
-       w.code not in ('NOT_READY', 'FILE_CHANGED', 'FILE_UNREADABLE', 'ROW_CORRUPT', 'RATE_LIMITED')
+select w.outbox_id, greatest(0, extract(epoch from w.next_attempt_at - now()))::float8
 from serversync.waiting w
 where w.is_file = %(files)s::boolean and w.next_attempt_at < 'infinity'
   and (%(before)s::timestamptz is null or w.updated_at < %(before)s::timestamptz)
@@ -2069,10 +2068,6 @@ class Store:
             seqs, size, body = statement.run(conn, params | self._left_out())
         found = list(map(int, seqs.split(b","))) if seqs else []
         return Batch(found, int.from_bytes(size, "big"), body, hashlib.sha256(body).hexdigest())
-
-    def next_retry(self, files: bool) -> tuple[Any, ...] | None:
-        """Its seq, in how many seconds it is due, and whether the frontend did not want it."""
-        return self.first(NEXT_RETRY, files=files, before=self.before)
 
     def past(self, seq: int, readable: bool = True) -> Past | None:
         row = self.first(PAST, seq=seq, readable=readable)
@@ -3120,7 +3115,12 @@ class Delivery(Job):
             self.begin_outage(verdict)
 
     def why_unreadable(self, seq: int, error: psycopg.Error) -> Verdict:
-        if error.sqlstate in CORRUPT:
+        """Raises it, where no entry may be to blame: by bad data, a limit of the program's, of
+        memory or time, or a bad disk."""
+        state = error.sqlstate or ""
+        if not (state[:2] in ("22", "54") or state in ("53200", "57014", *CORRUPT)):
+            raise error
+        if state in CORRUPT:
             return Verdict(Fate.WAITS, "ROW_CORRUPT", f"its row in sync_outbox is corrupt: {error}")
         fate = Fate.WAITS
         try:
@@ -3131,21 +3131,34 @@ class Delivery(Job):
                 fate = Fate.DEAD
         return Verdict(fate, "ENTRY_UNREADABLE", f"PostgreSQL cannot write it out: {error}")
 
+    def next_retry(self, files: bool) -> tuple[int, float]:
+        """The one that is due first, and when; 0: none, or none before that time. In an outage, and
+        in `once`, retries may take all the time there is."""
+        now, endpoint = time.monotonic(), self.endpoint
+        if now < endpoint.retry_at and not (endpoint.outage or self.agent.once):
+            return 0, endpoint.retry_at
+        params = {"files": files, "before": self.store.before}
+        row = self.store.first(NEXT_RETRY, **params) if self.store.rows else None
+        seq, left = row or (0, float("inf"))
+        return seq, now + (left if left > 0.01 else 0.0)
+
+
+def say_sent(event: str, text: str, answer: Answer | None = None, key: str | None = None,
+             **more: Any) -> None:  # fmt: skip
+    if answer is not None:
+        more |= {"HTTP_STATUS": answer.status, "DURATION_MS": round(answer.duration * 1000)}
+    more |= {"IDEMPOTENCY_KEY": key, "STATUS_FROM": "queued", "STATUS_TO": "sent"}
+    say(logging.INFO, event, text, **more)
+
 
 # ==================================================================================================
 # Entries
 # A pass by id, one retry between two batches, and in an outage one entry at a time.
 # ==================================================================================================
 
-
-def is_of_the_data(error: psycopg.Error) -> bool:
-    """Whether one entry may be to blame: bad data, program limits, memory, time, a bad disk."""
-    state = error.sqlstate or ""
-    return state[:2] in ("22", "54") or state in ("53200", "57014", *CORRUPT)
-
-
 PLANS_LAST: Final = 100  # batches
 CAREFUL: Final = 100  # entries that go one by one, until batches are tried again
+LOST_MAX: Final = 3  # sessions in a row that ended while one entry was read
 
 
 class Entries(Delivery):
@@ -3157,16 +3170,7 @@ class Entries(Delivery):
         self.careful = 0  # so many more
         self.inflight = 0  # entries of the request that is under way
         self.blind = False  # an upload fills the line: nothing is concluded until it is over
-        self.lost = (0, 0)  # the entry that ended the session which read it, and how often
-
-    def wake(self) -> None:
-        outage = self.endpoint.outage
-        if outage is None or outage.by_entries:
-            super().wake()  # else a dead frontend would be asked more often
-
-    def reload(self) -> None:
-        self.blind = False
-        super().wake()
+        self.lost = deque[int](maxlen=LOST_MAX)  # what was read when sessions ended (0: several)
 
     def published(self) -> dict[str, object]:
         return {"inflight": self.inflight}
@@ -3177,26 +3181,17 @@ class Entries(Delivery):
             look = agent.look()
             if look.waiting:
                 self.store.run(SWEEP)
-            if self.endpoint.outage is not None and look.entries:
-                yield from self._probe()
-            elif look.entries:
-                yield from self._pass()
-            else:
+            if not look.entries:
                 self.endpoint.outage = None
                 agent.passed(self.store.last() if look.files else 0)
-            yield Wait(self._next_turn(look))
-
-    def _next_turn(self, look: Look) -> float:
-        now = time.monotonic()
-        until = now + agent_interval(self.agent.config, look)
-        if self.blind:
-            return until
-        if self.endpoint.outage is not None:
-            return min(until, self.endpoint.outage.due)
-        if self.store.rows and (retry := self.store.next_retry(files=False)):
-            due = now + retry[1] + 0.01
-            until = min(until, due if self.agent.once else max(due, self.endpoint.retry_at))
-        return until
+            elif self.endpoint.outage is not None:
+                yield from self._probe(self.endpoint.outage)
+            else:
+                yield from self._pass()
+            until = time.monotonic() + agent_interval(agent.config, look)
+            outage = self.endpoint.outage
+            due = outage.due if outage else self.next_retry(files=False)[1]
+            yield Wait(until if self.blind else min(until, due))
 
     # --- a pass ---------------------------------------------------------------------------------
 
@@ -3214,10 +3209,8 @@ class Entries(Delivery):
                 yield AT_ONCE
                 continue
             if not batch.seqs:
-                self.careful = 0
                 self.agent.passed(until)
-                while (yield from self._retry()) and self.agent.once:
-                    yield AT_ONCE
+                yield from self._retry()
                 return
             verdict = yield from self._deliver(batch)
             if verdict.fate is Fate.SENT or len(batch.seqs) == 1:
@@ -3231,18 +3224,12 @@ class Entries(Delivery):
     def _fetch(self, after: int, until: int) -> Batch | None:
         """The next batch. None: an entry that cannot be read was found, or is looked for."""
         if not self.careful:
-            try:
-                return self._sendable(self._fetch_in_order(after, until, self.endpoint.size))
-            except psycopg.Error as error:
-                if not is_of_the_data(error):
-                    raise
-                self.careful = CAREFUL
-                return None
+            return self._read(partial(self._fetch_in_order, after, until, self.endpoint.size))
         self.careful -= 1
         seq = self.store.value(NEXT_ID, after=after, until=until, files=False)
         if not seq:
             return Batch([], 0, b"", "")
-        batch = self._read(seq, partial(self._fetch_in_order, seq - 1, seq, 1))
+        batch = self._read(partial(self._fetch_in_order, seq - 1, seq, 1), seq)
         return batch if batch and batch.seqs else None  # it depends on another: it has its row now
 
     def _fetch_in_order(self, after: int, until: int, size: int) -> Batch:
@@ -3254,46 +3241,44 @@ class Entries(Delivery):
             if not self.store.rows or not self.store.value(HOLD_BACK, after=after, until=last):
                 return batch
 
-    def _read(self, seq: int, fetch: Callable[[], Batch]) -> Batch | None:
-        """One entry; None: it cannot be read, or sent, and that was noted. Three sessions in a row
-        that were lost while it was read are enough."""
-        if self.lost == (seq, 3):
+    def _read(self, fetch: Callable[[], Batch], seq: int = 0) -> Batch | None:
+        """Several entries, or one by its seq. None: one cannot be read, or sent: that was noted, or
+        of several it is looked for."""
+        if seq and self.lost.count(seq) == LOST_MAX:
             reason = "the database session was lost three times while this entry was read"
             self.failed(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason))
-            self.lost, self.careful = (0, 0), 0
-            self.agent.failures = 0  # the cause is known
+            self.lost.clear()
+            self.careful = self.agent.failures = 0  # the cause is known
             return None
         try:
-            return self._sendable(fetch())
+            batch = fetch()
         except Lost:
-            before, times = self.lost
-            self.lost = (seq, times + 1 if before == seq else 1)
+            self.lost.append(seq)
+            self.careful = CAREFUL
             raise
         except psycopg.Error as error:
-            if not is_of_the_data(error):
-                raise
-            self.failed(seq, self.why_unreadable(seq, error))
-            self.careful = 0
+            verdict = self.why_unreadable(seq, error)
+            if seq:
+                self.failed(seq, verdict)
+            self.careful = 0 if seq else CAREFUL
             return None
-
-    def _sendable(self, batch: Batch) -> Batch | None:
-        if batch.body or not batch.seqs:
-            return batch
-        limit = human(self.agent.config.entry_max_bytes)
-        reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES ({limit})"
-        self.failed(batch.seqs[0], Verdict(Fate.DEAD, "TOO_LARGE", reason))
-        return None
+        if batch.seqs and not batch.body:
+            limit = human(self.agent.config.entry_max_bytes)
+            reason = f"{human(batch.size)} is more than SYNC_ENTRY_MAX_BYTES ({limit})"
+            self.failed(batch.seqs[0], Verdict(Fate.DEAD, "TOO_LARGE", reason))
+            return None
+        return batch
 
     # --- requests -------------------------------------------------------------------------------
 
     def _deliver(self, batch: Batch) -> Steps[Verdict]:
         """One request, and what follows from it."""
-        most = self._limit()
+        most = HASTY_SEC if self.endpoint.hasty else float("inf")
+        most = BESIDE_SEC if self.store.travelling else most
         verdict = yield from self._send(batch, most)
         if verdict.fate is Fate.SENT:
             return verdict
         if self._beside_upload(verdict):  # does it fill the line, or is it the entry?
-            yield AT_ONCE
             down = yield from self.ask(BESIDE_SEC)
             if down is not None and self._beside_upload(down):
                 self.blind = True
@@ -3304,128 +3289,83 @@ class Entries(Delivery):
             self.endpoint.hasty = self.endpoint.hasty or late
         return verdict
 
-    def _limit(self) -> float:
-        if self.store.travelling:
-            return BESIDE_SEC
-        return HASTY_SEC if self.endpoint.hasty else float("inf")
-
     def _beside_upload(self, verdict: Verdict) -> bool:
         slow = verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR")
         return slow and self.store.travelling is not None
 
     def _send(self, batch: Batch, most: float) -> Steps[Verdict]:
         """One request; what was confirmed is recorded before anything else happens."""
-        agent, voice = self.agent, self.voice
+        agent, voice, seqs = self.agent, self.voice, batch.seqs
         agent.session.check()  # others may send these now
         done, since = voice.tally.entries, time.monotonic() - voice.tally.started
-        self.inflight = len(batch.seqs)
+        self.inflight = len(seqs)
         if self.endpoint.outage is None:
             voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
         try:
             answer = yield from agent.frontend.post(batch.body, batch.key, most)
         finally:
             self.inflight = 0
-        verdict, rejected = confirm_entries(answer, batch.key, batch.seqs, time.time())
-        if len(rejected) == len(batch.seqs) == 1:  # as any other rejection
-            reason = rejected[batch.seqs[0]]
-            return Verdict(Fate.REJECTED, "REJECTED", reason, verdict.status)
+        verdict, rejected = confirm_entries(answer, batch.key, seqs, time.time())
+        if len(rejected) == len(seqs) == 1:  # as any other rejection
+            return Verdict(Fate.REJECTED, "REJECTED", rejected[seqs[0]], verdict.status)
         if verdict.fate is Fate.SENT:
             outcome = "conflict_processed" if verdict.code else "sent"
-            stored = [seq for seq in batch.seqs if seq not in rejected]
+            stored = [seq for seq in seqs if seq not in rejected]
             size = len(batch.body)
             receipt = Receipt("entries", size, batch.key, batch.key, answer, outcome)
             agent.ledger.record(stored, partial(self.store.confirm, stored, receipt))
             if stored:
-                self.succeeded(len(batch.seqs))
+                self.succeeded(len(seqs))
             voice.tally.entries += len(stored)
-            self._say_sent(batch, len(stored), answer)
+            ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
+            ms = round(answer.duration * 1000)
+            text = f"sent {count(len(stored), 'entry', 'entries')}, {ends}, in {ms} ms"
+            say_sent("entries_sent", text, answer, batch.key, SEQ=seqs[0], SEQ_LAST=seqs[-1])
             for seq, reason in rejected.items():
                 self.failed(seq, Verdict(Fate.REJECTED, "REJECTED", reason, verdict.status))
         return verdict
 
-    @staticmethod
-    def _say_sent(batch: Batch, stored: int, answer: Answer) -> None:
-        seqs = batch.seqs
-        ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
-        ms = round(answer.duration * 1000)
-        say(
-            logging.INFO,
-            "entries_sent",
-            f"sent {count(stored, 'entry', 'entries')}, {ends}, in {ms} ms",
-            SEQ=seqs[0],
-            SEQ_LAST=seqs[-1],
-            HTTP_STATUS=answer.status,
-            IDEMPOTENCY_KEY=batch.key,
-            DURATION_MS=ms,
-            STATUS_FROM="queued",
-            STATUS_TO="sent",
-        )
-
     # --- one alone ------------------------------------------------------------------------------
 
-    def _alone(self, seq: int) -> Batch | None:
-        """One entry by its seq; None: it is gone, or cannot be read or sent."""
+    def _alone(self, seq: int) -> Steps[Verdict | None]:
+        """One entry by its seq, with the full time; None: it is gone, or cannot be read or sent."""
+        self.endpoint.hasty = False
         most = self.agent.config.entry_max_bytes
-        batch = self._read(seq, partial(self.store.fetch_alone, seq, most))
-        if batch and not batch.seqs:
-            self.store.run(SWEEP)  # somebody took it away: its row must not come up again
-            return None
-        return batch
+        batch = self._read(partial(self.store.fetch_alone, seq, most), seq)
+        return (yield from self._deliver(batch)) if batch and batch.seqs else None
 
-    def _retry(self) -> Steps[bool]:
-        """The retry that is due first, alone; whether there was one. A frontend that hangs on it
-        may have the full time: that it hangs again does not make all others hasty."""
-        now = time.monotonic()
-        if not self.store.rows or self._stopped():
-            return False
-        if now < self.endpoint.retry_at and not self.agent.once:
-            return False
-        retry = self.store.next_retry(files=False)
-        if retry is None or retry[1] > 0:
-            return False
-        deaths, sent = self.voice.deaths, False
-        batch = self._alone(retry[0])
-        if batch is not None:
-            self.endpoint.hasty = False
-            verdict = yield from self._deliver(batch)
-            sent = verdict.fate is Fate.SENT
-        self.endpoint.retried(time.monotonic(), time.monotonic() - now, sent)
-        if sent or self.voice.deaths > deaths:
-            self.wake()  # what waited for it is free
-        return True
-
-    def _probe(self) -> Steps[None]:
-        """In an outage one entry goes, alone: the newest that nothing unsent precedes, else the
-        one that has waited longest. It kills nothing."""
-        endpoint, outage = self.endpoint, self.endpoint.outage
-        assert outage is not None
-        newest = self.store.last()
-        if time.monotonic() < outage.due and not (outage.by_entries and newest > endpoint.seen):
+    def _retry(self) -> Steps[None]:
+        """The retry that is due first."""
+        seq, due = (0, 0.0) if self._stopped() else self.next_retry(files=False)
+        began = time.monotonic()
+        if not seq or due > began:
             return
-        endpoint.seen = max(endpoint.seen, newest)
-        seq = self.store.value(NEWEST_FREE)
-        if not seq:
-            retry = self.store.next_retry(files=False)
-            seq = retry[0] if retry else 0
-        batch = self._alone(seq) if seq else None
-        if batch is None:  # nothing was asked: another one soon
+        verdict = yield from self._alone(seq)
+        if verdict is None or verdict.fate is not Fate.SENT:
+            self.endpoint.retried(time.monotonic(), time.monotonic() - began)
+        self.wake()  # what waited for it may be free
+
+    def _probe(self, outage: Outage) -> Steps[None]:
+        """In an outage one entry goes: the newest that nothing unsent precedes, else the one that
+        has waited longest. It kills nothing."""
+        newest, health = self.store.last(), self.health
+        is_new = outage.by_entries and newest > self.endpoint.seen
+        if self.blind or (time.monotonic() < outage.due and not is_new):
+            return
+        self.endpoint.seen = newest
+        seq = self.store.value(NEWEST_FREE) or self.next_retry(files=False)[0]
+        verdict = yield from self._alone(seq)
+        if verdict is None:  # nothing was asked: another one soon
             outage.due = max(outage.due, time.monotonic() + 1.0)
-            endpoint.outage = outage if seq or self.agent.once else None
             return
-        verdict = yield from self._send(batch, float("inf"))
         if verdict.fate is not Fate.SENT:
-            yield from self.conclude(batch.seqs, verdict)
             return
         self.wake()
-        if not outage.by_entries and self.agent.health.alive_until < float("inf"):
-            yield from self._doubt_the_question()
-
-    def _doubt_the_question(self) -> Steps[None]:
-        """An entry got through where the empty request was refused: is it refused all the same?"""
-        yield AT_ONCE
-        down = yield from self.ask()
+        if outage.by_entries or health.alive_until == float("inf"):
+            return
+        down = yield from self.ask()  # an entry got through: is the empty request refused still?
         if down and down.fate is not Fate.OUTAGE and down.code != "RATE_LIMITED":  # full for now
-            self.agent.health.alive_until = float("inf")
+            health.alive_until = float("inf")
             text = "the frontend takes entries, but no empty request: it is not asked so any more"
             say(logging.INFO, "empty_request_refused", text)
 
@@ -3434,9 +3374,8 @@ def agent_interval(config: Config, look: Look) -> float:
     """How long until the next look: what the backend's settings say goes before ours. Half a minute
     at most: a line that went silent is only noticed by asking, and a table that was rebuilt has
     lost its trigger."""
-    said = look.interval
-    usable = said is not None and 0 < said <= 86400
-    return min(max(float(said or 0), 0.1) if usable else config.poll_interval_sec, 30.0)
+    said = look.interval or 0.0
+    return min(max(said, 0.1) if 0 < said <= 86400 else config.poll_interval_sec, 30.0)
 
 
 # ==================================================================================================
@@ -3445,7 +3384,7 @@ def agent_interval(config: Config, look: Look) -> float:
 # ==================================================================================================
 
 
-VAGUE: Final = (None, 429, 500, 502, 503, 504)  # of a page that may be there later
+VAGUE: Final = {None, 429, 500, 502, 503, 504}  # of a page that may be there later
 
 
 class Files(Delivery):
@@ -3463,85 +3402,63 @@ class Files(Delivery):
     def turns(self) -> Steps[None]:
         while True:
             outage = self.endpoint.outage
-            due = outage.due if outage else 0.0
-            due = max(due, self.agent.health.quiet_until)
-            if due > time.monotonic():
-                yield Wait(due)
-                continue
-            seq, due, again = self._next()
-            if not seq:
-                if outage is not None and due == float("inf") and not self.agent.once:
+            due = max(outage.due if outage else 0.0, self.health.quiet_until)
+            if due <= time.monotonic():
+                seq, due = self._next()
+                if seq:
+                    yield from self._deliver(seq)
+                elif outage and due == float("inf") and not self.agent.once:
                     self.endpoint.outage = None
-                yield Wait(due)
-                continue
-            started = time.monotonic()
-            sent = yield from self._deliver(seq)
-            if again:
-                self.endpoint.retried(time.monotonic(), time.monotonic() - started, sent)
-            yield AT_ONCE
+            yield Wait(due)
 
-    def _next(self) -> tuple[int, float, bool]:
-        """The retry that is due first, if retries have their turn; else the next one without a row.
-        When there is something to do, if there is nothing now; and whether it is a retry."""
-        agent, now = self.agent, time.monotonic()
-        out = self.endpoint.outage is not None
-        retry = self.store.next_retry(files=True) if self.store.rows else None
-        turn = agent.once or now >= self.endpoint.retry_at
-        if retry and turn and not out and retry[1] <= 0:
-            return retry[0], now, True
-        passed = {"after": 0, "until": self.reached, "files": True}
-        if self.reached and (seq := self.store.value(NEXT_ID, **passed)):
-            return seq, now, False
-        if retry and out and (retry[1] <= 0 or retry[2]):
-            return retry[0], now, False
-        due = now + retry[1] + 0.01 if retry else float("inf")
-        return 0, due if out else max(due, self.endpoint.retry_at), False
+    def _next(self) -> tuple[int, float]:
+        """The retry that is due, else the next one without a row (in an outage first that one: it
+        has not failed). Else 0, and when there is something to do."""
+        seq, due = self.next_retry(files=True)
+        now = time.monotonic()
+        if self.reached and (due > now or self.endpoint.outage):
+            new = self.store.value(NEXT_ID, after=0, until=self.reached, files=True)
+            if new:
+                return new, now
+        return (seq, now) if due <= now else (0, due)
 
-    def _deliver(self, seq: int) -> Steps[bool]:
-        """One recording; False: it failed."""
-        entry: FileEntry | None = None
-        ours = True  # the reason lies here
+    def _deliver(self, seq: int) -> Steps[None]:
+        """One recording, and what follows from it."""
+        began, entry, verdict = time.monotonic(), None, None
         try:
-            row = self.store.first(READ_FILE, seq=seq)
-            if row is None:
-                self.store.run(SWEEP)  # somebody took it away: its row must not come up again
-                return True
-            entry = FileEntry(*row)
-            if entry.waits_for is not None:
-                self._wait_for(entry)
-                return True
-            if entry.early:
-                self.reached = seq - 1
-                self.agent.entries.wake()
-                return True
+            entry = self._read(seq)
+            if entry is None:
+                return
             verdict = yield from self._upload(entry)
-            ours = False
-        except Gone as trouble:
-            uploaded = entry is not None and entry.uploaded
-            verdict = self._already_there(seq) if uploaded else trouble.verdict
-        except EntryTrouble as trouble:
-            verdict = trouble.verdict
-        except psycopg.Error as error:
-            if not is_of_the_data(error):
-                raise
-            verdict = self.why_unreadable(seq, error)
         except (Stopping, Lost, Unavailable):
             raise
-        except Exception:
-            log.exception("a bug: recording %s cannot be handled", seq)
-            reason = "an error of serversync's own: see the journal"
-            verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
+        except Exception as error:
+            uploaded = entry is not None and entry.uploaded
+            self._not_sent(seq, error, uploaded)
         finally:
             self.agent.arrived()
-        if verdict.fate is Fate.SENT:
-            return True
-        if verdict.code == "ROOT_MISSING":
-            self.begin_outage(verdict)
-        elif ours:
-            self.failed(seq, verdict)
-        else:
+        if verdict is not None:
+            if verdict.fate is Fate.SENT:
+                return
             yield from self.conclude([seq], verdict)
-        return verdict.code == "NOT_READY"
+        if entry is not None and entry.tries:
+            self.endpoint.retried(time.monotonic(), time.monotonic() - began)
+
+    def _read(self, seq: int) -> FileEntry | None:
+        """What is known of it; None: it is gone, or waits for an entry."""
+        row = self.store.first(READ_FILE, seq=seq)
+        if row is None:
+            self.store.run(SWEEP)  # somebody took it away: its row must not come up again
+            return None
+        entry = FileEntry(*row)
+        if entry.waits_for is not None:
+            self._wait_for(entry)
+            return None
+        if entry.early:
+            self.reached = seq - 1
+            self.agent.entries.wake()
+            return None
+        return entry
 
     def _wait_for(self, entry: FileEntry) -> None:
         """Its recording's entry, its call's own, or an earlier recording of the call waits."""
@@ -3551,13 +3468,25 @@ class Files(Delivery):
             step = Step(False, past.tries, past.attempts, 0.0)
             self.store.set_waiting(entry.seq, past, verdict, step, False, entry.waits_for)
 
-    def _already_there(self, seq: int) -> Verdict:
-        """Its file is gone and its recording is shown as uploaded: that is what we left behind."""
-        receipt = Receipt("none", 0, "", None, Answer(), "already_uploaded")
-        self.agent.ledger.record([seq], partial(self.store.confirm, [seq], receipt))
-        say(logging.INFO, "file_already_uploaded", f"recording {seq} was uploaded before",
-            SEQ=seq, STATUS_FROM="queued", STATUS_TO="sent")  # fmt: skip
-        return Verdict(Fate.SENT, "", "uploaded before")
+    def _not_sent(self, seq: int, error: Exception, uploaded: bool) -> None:
+        """The reason lies here."""
+        if uploaded and isinstance(error, Gone):  # that is what we left behind
+            receipt = Receipt("none", 0, "", None, Answer(), "already_uploaded")
+            self.agent.ledger.record([seq], partial(self.store.confirm, [seq], receipt))
+            say_sent("file_already_uploaded", f"recording {seq} was uploaded before", SEQ=seq)
+            return
+        if isinstance(error, EntryTrouble):
+            verdict = error.verdict
+        elif isinstance(error, psycopg.Error):
+            verdict = self.why_unreadable(seq, error)
+        else:
+            log.exception("a bug: recording %s cannot be handled", seq)
+            reason = "an error of serversync's own: see the journal"
+            verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
+        if verdict.code == "ROOT_MISSING":
+            self.begin_outage(verdict)
+        else:
+            self.failed(seq, verdict)
 
     def _upload(self, entry: FileEntry) -> Steps[Verdict]:
         """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
@@ -3565,9 +3494,8 @@ class Files(Delivery):
             if not value:
                 raise EntryTrouble(Fate.DEAD, "BAD_PAYLOAD", f"its {name} is not a UUID")
         if entry.second:
-            raise EntryTrouble(
-                Fate.DEAD, "SECOND_RECORDING", "the frontend has another recording of this call"
-            )
+            reason = "the frontend has another recording of this call"
+            raise EntryTrouble(Fate.DEAD, "SECOND_RECORDING", reason)
         agent = self.agent
         grace_over = grace_is_over(entry.tries, entry.waited, agent.config.file_grace_sec)
         with (
@@ -3580,25 +3508,21 @@ class Files(Delivery):
                 yield Wait(time.monotonic() + 0.2)
             yield from self.pause()
             verdict, url, answer = yield from self._transfer(entry, ready)
-            if verdict.fate is not Fate.SENT:
-                return verdict
-            if not ready.unchanged():
-                raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file changed while it was sent")
-            self._confirmed(entry, ready, verdict, url, answer)
+            if verdict.fate is Fate.SENT:
+                if not ready.unchanged():
+                    reason = "the file changed while it was sent"
+                    raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", reason)
+                self._confirmed(entry, ready, verdict, url, answer)
             return verdict
 
     def _transfer(self, entry: FileEntry, ready: Ready) -> Steps[tuple[Verdict, str, Answer]]:
         """Uploads the file, and asks whether it is there."""
-        frontend, began = self.agent.frontend, time.monotonic()
-        steps = frontend.upload(entry, ready, self._rate(entry, ready))
-        while True:
-            try:
-                wait = next(steps)
-            except StopIteration as end:
-                answer: Answer = end.value
-                break
-            self._show(entry, ready, began)
-            yield wait
+        frontend, rate = self.agent.frontend, self.agent.config.upload_kbps * 125.0
+        if rate and ready.size / rate > LIFT_LIMIT_SEC:
+            rate = 0.0
+            text = f"recording {entry.seq} is too large for SYNC_UPLOAD_KBPS"
+            say(logging.WARNING, "limit_lifted", f"{text}: sent without the limit", SEQ=entry.seq)
+        answer = yield from self._shown(frontend.upload(entry, ready, rate), entry, ready)
         verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
         if verdict.fate is Fate.SENT and not (yield from self._same_digest(ready, answer)):
             verdict = classify(replace(answer, detail="it stored other bytes (sha256)"))
@@ -3607,26 +3531,29 @@ class Files(Delivery):
             verdict = verdict if look.fate is Fate.SENT else look
         return verdict, url, answer
 
-    def _show(self, entry: FileEntry, ready: Ready, began: float) -> None:
-        sent = self.agent.frontend.files.sent
-        self.voice.busy(
-            f"uploading recording {entry.seq}: {human(sent)} of {human(ready.size)}",
-            kind="upload",
-            seq=entry.seq,
-            bytes=min(sent, ready.size),
-            size=ready.size,
-            seconds=time.monotonic() - began,
-        )
+    def _shown(self, steps: Steps[Answer], entry: FileEntry, ready: Ready) -> Steps[Answer]:
+        """What is uploaded, with its progress."""
+        began, text = time.monotonic(), f"uploading recording {entry.seq}"
+        more: dict[str, object] = {"kind": "upload", "seq": entry.seq, "size": ready.size}
+        while True:
+            try:
+                wait = next(steps)
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
+            sent, seconds = self.agent.frontend.files.sent, time.monotonic() - began
+            more |= {"bytes": min(sent, ready.size), "seconds": seconds}
+            self.voice.busy(f"{text}: {human(sent)} of {human(ready.size)}", **more)
+            yield wait
 
     def _stored(self, frontend: Frontend, entry: FileEntry, ready: Ready) -> Steps[Verdict]:
         """What HEAD says of the upload. Whether that can be trusted shows the first one: a page
         that has a length for what was never uploaded tells nothing."""
-        call, recording = entry.call_log_id, entry.recording_id
-        look = Answer()
         yield from self.pause()
         for _ in range(3):  # an answer that tells nothing is asked for again
-            look = yield from frontend.stored_length(call, recording)
-            if look.status in (200, 404) and (look.status == 404 or (look.length or "").isdigit()):
+            look = yield from frontend.stored_length(entry.call_log_id, entry.recording_id)
+            told = look.status == 200 and (look.length or "").isdigit()
+            if told or look.status == 404:
                 break
             until = time.monotonic() + 1.0
             while time.monotonic() < until:  # whoever wakes this job
@@ -3634,10 +3561,9 @@ class Files(Delivery):
         if self.trusted is None:
             nobody = str(uuid.uuid4())
             other = yield from frontend.stored_length(nobody, nobody)
-            told = look.status == 200 and (look.length or "").isdigit()
             if other.status == 404 and told:
                 self.trusted = True
-            elif look.status not in VAGUE and other.status not in VAGUE:
+            elif not VAGUE & {look.status, other.status}:
                 self.trusted = False
                 text = "the frontend has no page that tells what it has: uploads are not verified"
                 say(logging.INFO, "not_verified", f"{text} (SYNC_VERIFY_PATH)")
@@ -3650,26 +3576,11 @@ class Files(Delivery):
         claimed = (answer.said or {}).get("sha256")
         if claimed is None:
             return True
-        digest, at, turn = hashlib.sha256(), 0, time.monotonic() + TURN_SEC
-        while piece := os.pread(ready.fd, PIECE, at):
+        digest = hashlib.sha256()
+        for piece in file_pieces(ready, PIECE):
             digest.update(piece)
-            at += len(piece)
-            if time.monotonic() > turn:
-                yield AT_ONCE
-                turn = time.monotonic() + TURN_SEC
+            yield AT_ONCE
         return str(claimed).lower() == digest.hexdigest()
-
-    def _rate(self, entry: FileEntry, ready: Ready) -> float:
-        rate = self.agent.config.upload_kbps * 125.0
-        if rate and ready.size / rate > LIFT_LIMIT_SEC:
-            say(
-                logging.WARNING,
-                "limit_lifted",
-                f"recording {entry.seq} is too large for SYNC_UPLOAD_KBPS: sent without the limit",
-                SEQ=entry.seq,
-            )
-            return 0.0
-        return rate
 
     def _confirmed(
         self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
@@ -3688,19 +3599,10 @@ class Files(Delivery):
         self.succeeded(1)
         self.voice.tally.files += 1
         self.voice.tally.bytes += ready.size
-        say(
-            logging.INFO,
-            "file_uploaded",
-            f"uploaded recording {entry.seq} ({human(ready.size)}) in {answer.duration:.1f} s",
-            SEQ=entry.seq,
-            ENTITY_TYPE="recording_file",
-            CALL_ID=ready.directory,
-            HTTP_STATUS=answer.status,
-            IDEMPOTENCY_KEY=ready.key,
-            DURATION_MS=round(answer.duration * 1000),
-            STATUS_FROM="queued",
-            STATUS_TO="sent",
-        )
+        took = f"in {answer.duration:.1f} s"
+        text = f"uploaded recording {entry.seq} ({human(ready.size)}) {took}"
+        more = {"SEQ": entry.seq, "ENTITY_TYPE": "recording_file", "CALL_ID": ready.directory}
+        say_sent("file_uploaded", text, answer, ready.key, **more)
 
 
 # ==================================================================================================
@@ -3718,8 +3620,13 @@ class Deletions(Job):
 
     def turns(self) -> Steps[None]:
         while True:
+            due, after = float("inf"), 0
             try:
-                due = yield from self._round()
+                while rows := self.store.run(UPLOADS, after=after, limit=100):
+                    for upload in (Upload(*row) for row in rows):
+                        due = min(due, time.monotonic() + self._try(upload))
+                        after = upload.seq
+                        yield AT_ONCE
                 self.repeats.over("root")
             except EntryTrouble as trouble:
                 due = time.monotonic() + 60.0
@@ -3731,16 +3638,6 @@ class Deletions(Job):
             while time.monotonic() < soon:
                 yield Wait(soon)
 
-    def _round(self) -> Steps[float]:
-        """A look at each of them; when the next one is due."""
-        due, after = float("inf"), 0
-        while rows := self.store.run(UPLOADS, after=after, limit=100):
-            for upload in (Upload(*row) for row in rows):
-                due = min(due, time.monotonic() + self._try(upload))
-                after = upload.seq
-                yield AT_ONCE
-        return due
-
     def _try(self, upload: Upload) -> float:
         """In how many seconds it is to be looked at again; never, when it is gone."""
         agent, quiet = self.agent, self.agent.config.delete_after_sec
@@ -3751,10 +3648,10 @@ class Deletions(Job):
                     raise OSError(errno.EXDEV, "left on the old disk, of which it was uploaded")
                 if wait := agent.recordings.until_quiet(root, where, quiet, agent.once):
                     return wait
-                wanted = self._wanted(upload)
-                if wanted == "pending":
+                rivals = list(self._rivals(upload))
+                if any(rivals):
                     return 60.0
-                everything = agent.config.extra_files == "delete" and not wanted
+                everything = agent.config.extra_files == "delete" and not rivals
                 agent.recordings.remove(root, upload, everything)
             except (OSError, psycopg.Error, KeyError, TypeError) as met:  # deliveries go on
                 why = getattr(met, "strerror", None) or repr(met)
@@ -3764,16 +3661,15 @@ class Deletions(Job):
         self.repeats.over(f"deletion {upload.seq}")
         return float("inf")
 
-    def _wanted(self, upload: Upload) -> str:
-        """Who else needs this directory (a Call-ID can come twice): a pending recording, one that
-        was given up or uploaded, too (no file but those uploaded may go), nobody."""
+    def _rivals(self, upload: Upload) -> Iterator[bool]:
+        """Who else needs this directory (a Call-ID can come twice), and whether that is pending. Of
+        one that was given up, or uploaded, too, no file but those uploaded may go."""
         rivals = self.store.run(RIVALS, directory=upload.directory, seq=upload.seq)
         for file_path, call_id, pending in rivals:
             with contextlib.suppress(EntryTrouble):
                 where = locate(file_path, call_id, self.agent.config.recordings_dir)[0]
                 if where == upload.directory:
-                    return "pending" if pending else "others"
-        return ""
+                    yield pending
 
     def _failed(self, upload: Upload, error: str) -> float:
         self.store.run(DELETION_FAILED, seq=upload.seq, directory=upload.directory, error=error)
@@ -3800,25 +3696,23 @@ class Housekeeping(Job):
             if self.lacking and not self.agent.session.make_optional():
                 say(logging.INFO, "recovered", "index and NOTIFY trigger are there now")
             now, days = time.monotonic(), self.agent.config.retention_days
-            due = self.prune_due if days and not self.agent.once else float("inf")
-            if now >= due:
-                due = self.prune_due = now + (1.0 if self._prune(days) else 86400.0)
-            yield Wait(min(due, now + 60.0))
+            if days and now >= self.prune_due:
+                self.prune_due = now + (1.0 if self._prune(days) else 86400.0)
+            yield Wait(min(self.prune_due if days else float("inf"), now + 60.0))
 
     def _prune(self, days: float) -> bool:
         """A chunk of them, where there is one; an unprocessed row never, however old."""
         try:
-            rows, receipts, letters = self.agent.store.run(PRUNE, days=days)[0]
+            pruned = self.agent.store.run(PRUNE, days=days)[0]
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
             repeats = self.agent.voice.repeats
             repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
             return False
-        if not rows + receipts + letters:
-            return False
-        text = f"pruned {rows} old rows of the outbox, {receipts} receipts and {letters} letters"
-        say(logging.INFO, "pruned", text)
-        return True
+        if any(pruned):
+            text = "pruned {} old rows of the outbox, {} receipts and {} letters"
+            say(logging.INFO, "pruned", text.format(*pruned))
+        return any(pruned)
 
 
 # ==================================================================================================
@@ -3891,7 +3785,8 @@ class Agent:
         """No file travels any more: what waited for its end goes on."""
         if self.store.travelling:
             self.store.travelling = None
-            self.entries.reload()
+            self.entries.blind = False
+            self.entries.wake()
 
     def adopt_root(self, root_id: str) -> None:
         self.session.run(ADOPT_ROOT, root_id=root_id)
@@ -3962,7 +3857,6 @@ class Agent:
         self.files.reached, self.store.rows = 0, True
         for job in self.jobs:
             job.wake()
-        self.entries.reload()
         if self.once:
             self.store.before = self.store.before or self.session.run("select now()")[0][0]
         elif self.health.untried:
@@ -4011,8 +3905,6 @@ class Agent:
         if isinstance(error, Busy):
             return 2.0
         self.failures += 1
-        if isinstance(error, Lost) and self.failures >= 2:
-            self.entries.careful = CAREFUL  # perhaps one of them ends the session that reads it
         return backoff(self.failures - 1, 0.5 + random.random() / 2, cap=15.0)
 
     def _met(self, error: Exception) -> None:

@@ -128,14 +128,14 @@ class Outbox(Store):
                 self._keep(seq, Row(self.past(seq), self.clock.now, waits_for=first))
         return any(first for _, first in found)
 
-    def retry(self, files: bool) -> tuple[int, float, bool] | None:
+    def retry(self, files: bool) -> tuple[int, float] | None:
         passed, found = [], None
         while self.due and found is None:
             due, seq = heapq.heappop(self.due)
             if seq in self.waiting and self.waiting[seq].due == due:
                 passed.append((due, seq))
                 if not self._first_before(seq):
-                    found = (seq, max(0.0, due - self.clock.now), True)
+                    found = (seq, max(0.0, due - self.clock.now))
         for each in passed:
             heapq.heappush(self.due, each)
         return found

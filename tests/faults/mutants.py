@@ -117,8 +117,8 @@ MUTANTS = [
     ),
     Mutant(
         "rejected entries are marked as sent",
-        "stored = [seq for seq in batch.seqs if seq not in rejected]",
-        "stored = list(batch.seqs)",
+        "stored = [seq for seq in seqs if seq not in rejected]",
+        "stored = list(seqs)",
         story="what is bad, and what stands behind it",
     ),
     # Order
@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     Mutant(
         "a file does not wait for its recording's row",
-        "            if entry.waits_for is not None:\n",
-        "            if False:\n",
+        "        if entry.waits_for is not None:\n",
+        "        if False:\n",
         story="what is bad, and what stands behind it",
     ),
     Mutant(
@@ -148,8 +148,8 @@ MUTANTS = [
     ),
     Mutant(
         "a file goes before what came to light behind the pass",
-        "            if entry.early:\n",
-        "            if False:\n",
+        "        if entry.early:\n",
+        "        if False:\n",
         story="a call that becomes visible behind the pass",
     ),
     Mutant(
@@ -266,7 +266,7 @@ MUTANTS = [
     ),
     Mutant(
         "retries take all the time there is",
-        "self.retry_at = now if sent else now + min(SHARE * took, HOUR)",
+        "self.retry_at = now + min(SHARE * took, HOUR)",
         "self.retry_at = now",
         (FLOW, BLOCKING),
     ),
@@ -278,8 +278,8 @@ MUTANTS = [
     ),
     Mutant(
         "after a time-out with the frontend alive requests have the full time",
-        'return HASTY_SEC if self.endpoint.hasty else float("inf")',
-        'return float("inf")',
+        'most = HASTY_SEC if self.endpoint.hasty else float("inf")',
+        'most = float("inf")',
         (BLOCKING, FLOW),
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS = [
     ),
     Mutant(
         "no quiet time before a deletion",
-        'if wait or wanted == "pending":',
-        'if wanted == "pending":',
+        "if wait := agent.recordings.until_quiet(root, where, quiet, agent.once):",
+        "if wait := 0.0:",
         story="deletion waits",
     ),
     Mutant(
