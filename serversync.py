@@ -95,6 +95,7 @@ import urllib3
 from psycopg import generators
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from systemd import daemon, journal
+from urllib3.filepost import encode_multipart_formdata
 from urllib3.util import parse_url
 
 __version__ = "0.2.0"
@@ -1791,6 +1792,7 @@ DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are
 INDEX_DEADLINE: Final = 600.0
 CORRUPT: Final = ("XX000", "XX001", "XX002")
 LOCKED: Final = ("55P03", "57014")  # somebody holds a row: later
+BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
 # What the agent makes of the backend's outbox: whether it is there, and how it is made.
 OPTIONAL: Final = (
     ("index", f"select coalesce(({INDEX_STATE}), false)", (DROP_INDEX, CREATE_INDEX)),
@@ -1800,26 +1802,24 @@ OPTIONAL: Final = (
 
 
 class Hot:
-    """A statement of every batch, as libpq's own prepared one: a cursor would cost as much again as
-    PostgreSQL's part of it."""
+    """A statement of every batch, as libpq's own prepared one: by a cursor, prepared or not, the
+    whole of a batch would take a twelfth longer."""
 
     def __init__(self, name: str, sql: str) -> None:
         self.name = name.encode()
-        self.params = tuple(dict.fromkeys(re.findall(r"%\((\w+)\)s", sql)))
-        for number, param in enumerate(self.params, 1):
-            sql = sql.replace(f"%({param})s", f"${number}")
-        self.sql = sql.encode()
+        self.params = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", sql)))
+        numbers = {param: f"${number}" for number, param in enumerate(self.params, 1)}
+        self.prepare = f"prepare {name} as {sql % numbers}"
 
-    def run(self, conn: psycopg.Connection[Any], params: Mapping[str, object]) -> list[bytes]:
-        """Its row, as binary; prepared where it is not yet, or not any more (psycopg lets go of
-        all that is prepared after a DROP, an ALTER or a ROLLBACK)."""
+    def run(self, session: Session, params: Mapping[str, object]) -> list[bytes]:
+        """Its row, as binary. Prepared when a session needs it first."""
         texts = [self._text(params[name]) for name in self.params]
-        try:
-            return self._execute(conn, texts)
-        except psycopg.errors.InvalidSqlStatementName:
-            conn.pgconn.send_prepare(self.name, self.sql)
-            self._receive(conn)
-            return self._execute(conn, texts)
+        with session.session() as conn:
+            try:
+                return self._execute(conn, texts)
+            except psycopg.errors.InvalidSqlStatementName:
+                conn.execute(self.prepare)
+                return self._execute(conn, texts)
 
     @staticmethod
     def _text(value: object) -> bytes | None:
@@ -1829,18 +1829,12 @@ class Hot:
         return None if value is None else str(value).encode()
 
     def _execute(self, conn: psycopg.Connection[Any], texts: list[bytes | None]) -> list[bytes]:
+        """(psycopg waits: a signal ends no wait inside libpq.)"""
         conn.pgconn.send_query_prepared(self.name, texts, result_format=psycopg.pq.Format.BINARY)
-        return self._receive(conn)
-
-    @staticmethod
-    def _receive(conn: psycopg.Connection[Any]) -> list[bytes]:
-        """The row of what was sent. (psycopg waits: a signal ends no wait inside libpq.)"""
         result = conn.wait(generators.execute(conn.pgconn))[-1]
         if result.status == psycopg.pq.ExecStatus.FATAL_ERROR:
             raise psycopg.errors.error_from_result(result)
-        row = [result.get_value(0, column) or b"" for column in range(result.nfields)]
-        result.clear()
-        return row
+        return [result.get_value(0, column) or b"" for column in range(result.nfields)]
 
 
 HOT_FETCH: Final = Hot("serversync_fetch", FETCH)
@@ -1866,7 +1860,6 @@ class Session:
 
     def connect(self) -> None:
         """A new session, after the end of the previous one. Raises Unavailable."""
-        self.close()
         try:
             where = conninfo_to_dict(self.url)
             with self.process.deadline(DB_DEADLINE, None):
@@ -1884,12 +1877,10 @@ class Session:
             if self._identity and self.run(END_PREVIOUS, **self._identity):
                 time.sleep(0.2)  # until its lock is free
             self._identity = dict(zip(("pid", "start"), self.run(IDENTITY)[0], strict=True))
-        except TimedOut:
+        except (psycopg.Error, Lost, OSError, UnicodeError, TimedOut) as error:
             self.process.check()
-            raise Unavailable("the database does not answer") from None
-        except (psycopg.Error, Lost, OSError, UnicodeError) as error:
-            self.close()
-            raise Unavailable(f"the database is not there: {error}") from None
+            why = str(error) or "it does not answer"
+            raise Unavailable(f"the database is not there: {why}") from None
 
     def use(self, url: str, device: str) -> None:
         """Another URL or name: from the next connection on. A result that waits stays valid only
@@ -2032,15 +2023,12 @@ class Store:
         self.unwritten: list[Result] = []
         self.travelling: FileEntry | None = None  # the file under way
 
-    @property
-    def skip(self) -> list[int]:
-        """Through at the frontend: not sent again while that waits to be written."""
-        return [seq for result in self.unwritten for seq in result.seqs]
-
     def _left_out(self) -> dict[str, Any]:
+        """Through at the frontend, but not written down yet; and whose file travels."""
+        skip = [seq for result in self.unwritten for seq in result.seqs]
         files = [self.travelling, *(result.file for result in self.unwritten)]
         travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
-        return {"skip": self.skip, "travels": travels}
+        return {"skip": skip, "travels": travels}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
@@ -2064,8 +2052,7 @@ class Store:
         return self._batch(HOT_FETCH_ALONE, seq=seq, size=1, bytes=most, most=most)
 
     def _batch(self, statement: Hot, **params: Any) -> Batch:
-        with self.session.session() as conn:
-            seqs, size, body = statement.run(conn, params | self._left_out())
+        seqs, size, body = statement.run(self.session, params | self._left_out())
         found = list(map(int, seqs.split(b","))) if seqs else []
         return Batch(found, int.from_bytes(size, "big"), body, hashlib.sha256(body).hexdigest())
 
@@ -2079,13 +2066,12 @@ class Store:
         digest = hashlib.sha256(answer.body).hexdigest() if answer.body else None
         params = vars(receipt) | {"status": answer.status, "seconds": answer.duration}
         params |= {"seqs": list(seqs), "answer_sha256": digest}
-        with self.session.session() as conn:
-            if receipt.kind == "file":
-                with conn.transaction():
-                    marked = conn.execute(CONFIRM, params).fetchall()[0][0]
-                    conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})
-            else:
-                marked = int.from_bytes(HOT_CONFIRM.run(conn, params)[0], "big")
+        if receipt.kind == "file":
+            with self.session.session() as conn, conn.transaction():
+                marked = conn.execute(CONFIRM, params).fetchall()[0][0]
+                conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})
+        else:
+            marked = int.from_bytes(HOT_CONFIRM.run(self.session, params)[0], "big")
         if marked < len(seqs) and any(self.past(seq, readable=False) for seq in seqs):
             # It would be sent again at once, and again.
             raise psycopg.errors.ObjectNotInPrerequisiteState(
@@ -2105,9 +2091,6 @@ class Store:
         self.run(BURY, seq=seq, blamed=blamed, **vars(verdict), **vars(step))
 
 
-BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
-
-
 # ==================================================================================================
 # HTTP
 # One request in, one Answer out, pushed by whoever drives the generator; http.client reads the
@@ -2115,7 +2098,6 @@ BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands arou
 # ==================================================================================================
 
 ANSWER_MAX: Final = 64 * 1024
-AUDIO_RATE: Final = 20_000  # bytes a second: less is given up, and tried again later
 HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
 READ_SEC: Final = 5.0  # for the head of an answer, and for each piece: all others wait meanwhile
@@ -2142,58 +2124,14 @@ Steps = Generator[Wait, None, T]
 Sink = Callable[[bytes], object]
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """What is asked, and how long that may take."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    patience: float  # seconds to connect, without progress, and for the answer
-    most: float = float("inf")  # for all of it
-    body: bytes = b""
-    file: Ready | None = None  # follows the body
-    tail: bytes = b""
-    rate: float = float("inf")  # bytes a second, at most
-    answer_max: int = ANSWER_MAX
-    sink: Sink | None = None  # takes the body of a 200 in pieces
-
-    @property
-    def size(self) -> int:
-        return len(self.body) + (self.file.size if self.file else 0) + len(self.tail)
-
-    def pieces(self, head: bytes, most: int) -> Iterator[bytes]:
-        """What is sent, as much as is sent at once: a small body in one packet with its head."""
-        most = max(1, int(min(most, self.rate / 4)))
-        yield head + self.body[:most]
-        for at in range(most, len(self.body), most):
-            yield self.body[at : at + most]
-        if self.file is not None:
-            yield from file_pieces(self.file, most)
-            yield self.tail
-
-
-def file_pieces(file: Ready, most: int) -> Iterator[bytes]:
-    for at in range(0, file.size, most):
-        want = min(most, file.size - at)
-        try:
-            piece = os.pread(file.fd, want, at)
-        except OSError as error:
-            raise local_trouble(error, file.name) from None
-        if len(piece) < want:
-            raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file shrank while it was sent")
-        yield piece
-
-
 class Source(io.RawIOBase):
     """The socket as http.client reads it: up to a limit, until a deadline. http.client alone takes
     heads of 6 MB, and reads without end after a chunk size of -1."""
 
-    def __init__(self, sock: socket.socket, process: Process, most: int = 0) -> None:
+    def __init__(self, sock: socket.socket, process: Process, most: int) -> None:
         self.until = 0.0
         self._sock, self._process, self._left = sock, process, most
         self._early: bytes | None = None  # what was read to know whether it is there
-        self._error: OSError | None = None
 
     def makefile(self, *_: object) -> io.BufferedReader:
         return io.BufferedReader(self)
@@ -2204,14 +2142,10 @@ class Source(io.RawIOBase):
     def arrived(self) -> bool:
         """Whether there is something to read, if only the end. Under TLS a readable socket may
         only hold session tickets: it is read to know."""
-        if self._early is None and self._error is None:
-            try:
+        if self._early is None:
+            with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 self._early = self._sock.recv(8192)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return False
-            except OSError as error:
-                self._error = error  # for the reader: it might be told less the second time
-        return True
+        return self._early is not None
 
     def readinto(self, buffer: Any) -> int:
         """The deadline is one for all that is read: a byte every 0.4 s outlives a socket's own
@@ -2224,8 +2158,6 @@ class Source(io.RawIOBase):
             select.select([self._sock], [], [], TICK)
             self._process.check(STOP_GRACE)
             self._process.progress()
-        if self._error is not None:
-            raise self._error
         early = self._early or b""
         got = min(len(buffer), len(early), self._left)
         buffer[:got], self._early = early[:got], early[got:] or None
@@ -2238,12 +2170,12 @@ class Wire:
 
     def __init__(self, config: Config, process: Process, keep: bool = True) -> None:
         self.process, self.keep = process, keep
+        self.patience = config.timeout_sec  # to connect, without progress, and for the answer
         self.url = parse_url(config.frontend_base_url)
-        self.base = (self.url.path or "").rstrip("/")
         self.tls = tls_context(config) if self.url.scheme == "https" else None
         self.sock: socket.socket | None = None
+        self.used = 0.0  # when it was used last
         self.sent = 0  # of the request under way
-        self._used = 0.0
         self._headers = {
             "Host": self.url.netloc or "",
             "User-Agent": f"serversync/{__version__}",
@@ -2259,44 +2191,38 @@ class Wire:
             self.sock.close()
             self.sock = None
 
-    def exchange(self, request: Outgoing) -> Steps[Answer]:
+    def exchange(self, request: Exchange) -> Steps[Answer]:
         """One request; a reset on a kept connection is tried once more on a fresh one."""
-        old = time.monotonic() - self._used > IDLE_MAX
-        if self.sock is not None and (old or Source(self.sock, self.process).arrived()):
-            self.close()  # what has arrived is an answer that nobody asked for, or the end
+        if time.monotonic() - self.used > IDLE_MAX:
+            self.close()
         kept = self.sock is not None
-        try:
-            answer = yield from Exchange(self, request).run()
-            if kept and answer.trouble is Trouble.RESET:
-                answer = yield from Exchange(self, request).run()
-            return answer
-        finally:
-            self._used = time.monotonic()
-            if not self.keep:
-                self.close()
+        answer = yield from request.run(self)
+        if kept and answer.trouble is Trouble.RESET:
+            answer = yield from request.run(self)
+        return answer
 
-    def head(self, request: Outgoing) -> bytes:
+    def head(self, request: Exchange) -> bytes:
         """Paths are checked by the configuration or quoted, values are ours."""
         headers = {**self._headers, **request.headers}
         if request.method == "POST":
-            headers["Content-Length"] = str(request.size)
-        lines = [f"{request.method} {self.base}{request.path} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        return "\r\n".join([*lines, "", ""]).encode("ascii")
+            headers["Content-Length"] = str(request.length)
+        path = (self.url.path or "").rstrip("/") + request.path
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"{request.method} {path} HTTP/1.1\r\n{lines}\r\n".encode("ascii")
 
-    def connected(self, request: Outgoing) -> socket.socket:
+    def connected(self, request: Exchange) -> socket.socket:
         """The socket, non-blocking; made where there is none."""
         if self.sock is None:
             host = (self.url.host or "").strip("[]")
             port = self.url.port or (443 if self.tls else 80)
-            with self.process.deadline(request.patience, None):
+            limit = min(self.patience, request.most)
+            with self.process.deadline(limit, None):
                 look_up(host)
-                sock = socket.create_connection((host, port), request.patience)
+                sock = socket.create_connection((host, port), limit)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT)
                 if request.rate < float("inf"):  # no burst into a buffer
-                    least = max(int(request.rate), 4096)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, least)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(request.rate))
                 if self.tls is not None:
                     sock = self.tls.wrap_socket(sock, server_hostname=host.rstrip("."))
             sock.setblocking(False)
@@ -2304,52 +2230,84 @@ class Wire:
         return self.sock
 
 
+@dataclass
 class Exchange:
-    """One request on one connection, and its answer."""
+    """One request: what is asked, how long that may take, and how far it has come."""
 
-    def __init__(self, wire: Wire, request: Outgoing) -> None:
-        self.wire, self.request = wire, request
-        head = wire.head(request)
-        self.size = len(head) + request.size
-        self.pieces = request.pieces(head, PIECE if wire.tls is None else PIECE_TLS)
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    most: float = float("inf")  # for all of it
+    body: bytes = b""
+    file: Ready | None = None  # follows the body
+    tail: bytes = b""
+    rate: float = float("inf")  # bytes a second, at most
+    answer_max: int = ANSWER_MAX
+    sink: Sink | None = None  # takes the body of a 200 in pieces
+
+    @property
+    def length(self) -> int:
+        return len(self.body) + (self.file.size if self.file else 0) + len(self.tail)
+
+    def run(self, wire: Wire) -> Steps[Answer]:
+        """On the connection that is there, or a new one; it stays if the next one may follow."""
+        head = wire.head(self)
+        self.wire, self.size = wire, len(head) + self.length
+        self.pieces = self._pieces(head, PIECE if wire.tls is None else PIECE_TLS)
         self.piece = next(self.pieces)
         self.due = 0.0  # when the rate allows it
         self.started = self.moved_at = time.monotonic()
-        self.moved = 0  # what the other side had taken by then
-        self.steady = False
-
-    def run(self) -> Steps[Answer]:
-        wire, connected = self.wire, False
-        wire.sent = 0
+        self.moved = wire.sent = 0  # what the other side had taken by then; what we gave
+        self.steady = self.reusable = False
+        kept = wire.sock is not None
         try:
-            sock, connected = wire.connected(self.request), True
-            source = Source(sock, wire.process, HEAD_MAX + self.request.answer_max)
+            sock = wire.connected(self)
+            source = Source(sock, wire.process, HEAD_MAX + self.answer_max)
+            if kept and source.arrived():
+                raise ConnectionResetError("what nobody asked for, or the end")
             yield self._push(sock)
             while not source.arrived():
                 self._check(sock)
                 yield self._push(sock)
             answer = yield from self._answer(sock, source)
         except (OSError, ValueError, TimedOut, http.client.HTTPException) as error:
-            wire.close()
             wire.process.check()
             said = getattr(error, "verify_message", "") or getattr(error, "strerror", "")
             detail = str(said or error) or "time is up"
-            answer = Answer(trouble=trouble_of(error, connected), detail=detail)
-        except BaseException:
-            wire.close()
-            raise
+            answer = Answer(trouble=trouble_of(error, wire.sock is not None), detail=detail)
+        finally:
+            wire.used = time.monotonic()
+            if not self.reusable:
+                wire.close()
         took = time.monotonic() - self.started
-        return replace(answer, steady=self.steady, sent=self.request.size, duration=took)
+        return replace(answer, steady=self.steady, sent=self.length, duration=took)
+
+    def _pieces(self, head: bytes, most: int) -> Iterator[bytes]:
+        """What is sent, as much as is sent at once: a small body in one packet with its head."""
+        most = max(1, int(min(most, self.rate / 4)))
+        yield head + self.body[:most]
+        for at in range(most, len(self.body), most):
+            yield self.body[at : at + most]
+        if self.file is None:
+            return
+        for at in range(0, self.file.size, most):
+            want = min(most, self.file.size - at)
+            try:
+                piece = os.pread(self.file.fd, want, at)
+            except OSError as error:
+                raise local_trouble(error, self.file.name) from None
+            if len(piece) < want:
+                raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file shrank while it was sent")
+            yield piece
+        yield self.tail
 
     def _push(self, sock: socket.socket) -> Wait:
         """Sends as much as the socket takes in one turn; returns when to go on."""
         fd, began = sock.fileno(), time.monotonic()
         while self.piece:
             now = time.monotonic()
-            if self.due > now:
+            if self.due > now or now > began + TURN_SEC:
                 return Wait(self.due, fd, select.POLLIN)
-            if now > began + TURN_SEC:
-                return Wait(0.0, fd, select.POLLIN)
             try:
                 sent = sock.send(self.piece)
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
@@ -2358,33 +2316,31 @@ class Exchange:
                 self.piece = b""
                 break
             self.wire.sent += sent
-            self.due = max(self.due, now - 1.0) + sent / self.request.rate  # no burst after a stall
+            self.due = max(self.due, now - 1.0) + sent / self.rate  # no burst after a stall
             self.piece = self.piece[sent:] or next(self.pieces, b"")
         return Wait(began + TICK, fd, select.POLLIN)
 
     def _check(self, sock: socket.socket) -> None:
         """Whether it goes on: by what the other side has taken, not by what our buffers did."""
-        request, now = self.request, time.monotonic()
+        now = time.monotonic()
         self.steady = self.steady or bool(self.piece)
         unconfirmed = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
         taken = self.wire.sent - int.from_bytes(unconfirmed, sys.byteorder)
-        patience, least, awaited = request.patience, 1.0, "progress"
-        if request.file is not None:
-            patience, least = STALL_SEC, STALL_SEC * min(STALL_RATE, request.rate / 2)
+        patience, least, awaited = self.wire.patience, 1.0, "progress"
         if taken == self.size:  # a second for each 10 MB: it is stored
-            patience, least, awaited = patience + self.size / 10_000_000, 1.0, "answer"
+            patience, awaited = patience + self.size / 10_000_000, "answer"
+        elif self.file is not None:
+            patience, least = STALL_SEC, STALL_SEC * min(STALL_RATE, self.rate / 2)
         if taken - self.moved >= least:
             self.moved, self.moved_at = taken, now
-        if now - self.moved_at > patience:
-            raise TimeoutError(f"no {awaited} for {patience:.0f} s")
-        if now - self.started > request.most:
-            raise TimeoutError("not done in time")
+        if now > min(self.moved_at + patience, self.started + self.most):
+            raise TimeoutError(f"no {awaited} for {now - self.moved_at:.0f} s")
 
     def _answer(self, sock: socket.socket, source: Source) -> Steps[Answer]:
         """Reads it, in turns with all others."""
-        request, until = self.request, self.started + self.request.most
+        until = self.started + self.most
         source.until = min(time.monotonic() + READ_SEC, until)
-        response = http.client.HTTPResponse(source, method=request.method)  # type: ignore[arg-type]
+        response = http.client.HTTPResponse(source, method=self.method)  # type: ignore[arg-type]
         response.begin()
         while 100 <= response.status < 200:  # 102, 103: the answer follows
             response.headers = None  # type: ignore[assignment]  # else it has begun
@@ -2395,19 +2351,20 @@ class Exchange:
             # http.client would read to the connection's end.
             raise http.client.HTTPException(f"a length that is no number: {length}")
         text, size = bytearray(), 0
-        take = request.sink if request.sink and response.status == 200 else text.extend
-        while size <= request.answer_max and not response.isclosed():
+        take = self.sink if self.sink and response.status == 200 else text.extend
+        while size <= self.answer_max and not response.isclosed():
             if size:
                 yield Wait(0.0, sock.fileno(), select.POLLIN)
             source.until = min(time.monotonic() + READ_SEC, until)
-            piece = response.read(min(8192, request.answer_max + 1 - size))
+            piece = response.read(min(8192, self.answer_max + 1 - size))
             size += len(piece)
             take(piece)
-        whole, complete = size <= request.answer_max, self.wire.sent >= self.size
+        whole = size <= self.answer_max
         if whole and response.length:
             raise http.client.IncompleteRead(bytes(text))
-        if response.will_close or not whole or not complete:
-            self.wire.close()  # what comes next on a connection must be the next answer
+        complete = whole and self.wire.sent >= self.size
+        # What comes next on a connection must be the next answer.
+        self.reusable = complete and self.wire.keep and not response.will_close
         return Answer(
             status=response.status,
             body=bytes(text),
@@ -2415,8 +2372,8 @@ class Exchange:
             length=length,
             date=headers.get("Date"),
             etag=headers.get("ETag") or "",
-            detail="" if whole else f"an answer longer than {request.answer_max // 1024} KiB",
-            complete=complete and whole,
+            detail="" if whole else f"an answer longer than {self.answer_max // 1024} KiB",
+            complete=complete,
         )
 
 
@@ -2452,23 +2409,27 @@ class Frontend:
              wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
         """Entries; an empty list asks whether the frontend lives."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-        each = min(self.config.timeout_sec, most)
-        whole = min(2 * each + len(body) / LEAST_RATE, most)
-        request = Outgoing("POST", "/api/ingest/sync", headers, each, whole, body)
+        most = min(2 * self.config.timeout_sec + len(body) / LEAST_RATE, most)
+        request = Exchange("POST", "/api/ingest/sync", headers, most, body)
         return (wire or self.entries).exchange(request)
 
     def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
         """A recording, `rate` bytes a second at most (0: no limit)."""
-        boundary = f"serversync-{uuid.uuid4().hex}"
-        kind = f"multipart/form-data; boundary={boundary}"
-        request = Outgoing(
+        fields: dict[str, Any] = {
+            "callLogId": (None, entry.call_log_id, "text/plain"),
+            "recordingId": (None, entry.recording_id, "text/plain"),
+            "meta": ("meta.json", ready.meta, "application/json"),
+            "audio": (f"mixed.{ready.name[-3:].lower()}", b"", "application/octet-stream"),
+        }
+        form, kind = encode_multipart_formdata(fields)
+        end = form.rindex(b"\r\n--")  # before it the audio
+        request = Exchange(
             "POST",
             "/api/ingest/recording-file",
             {"Content-Type": kind, "Idempotency-Key": ready.key},
-            self.config.timeout_sec,
-            body=multipart(boundary, entry, ready),
+            body=form[:end],
             file=ready,
-            tail=f"\r\n--{boundary}--\r\n".encode(),
+            tail=form[end:],
             rate=rate or float("inf"),
         )
         return self.files.exchange(request)
@@ -2476,39 +2437,7 @@ class Frontend:
     def stored_length(self, call_log_id: str, recording_id: str) -> Steps[Answer]:
         path = self.config.verify_path.replace("{callLogId}", call_log_id)
         path = path.replace("{recordingId}", recording_id)
-        each = min(self.config.timeout_sec, 10.0)
-        return self.files.exchange(Outgoing("HEAD", path, {}, each, 10.0))
-
-    def get(self, path: str, etag: str = "", answer_max: int = ANSWER_MAX,
-            sink: Sink | None = None) -> Steps[Answer]:  # fmt: skip
-        """A page of the settings, or (into the sink) a file; 304 when it is still the ETag's."""
-        headers = {"Accept": "*/*"} if sink else {}
-        if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
-            headers["If-None-Match"] = etag
-        each, most = min(self.config.timeout_sec, 10.0), 10.0
-        if sink is not None:
-            self.settings.close()  # a request on a kept connection may be repeated
-            most = each + answer_max / AUDIO_RATE
-        request = Outgoing("GET", path, headers, each, most, answer_max=answer_max, sink=sink)
-        return self.settings.exchange(request)
-
-
-def multipart(boundary: str, entry: FileEntry, ready: Ready) -> bytes:
-    """What stands before the audio. Ids are checked; names are ours, never outside's."""
-    parts = (
-        ('name="callLogId"', "text/plain", str(entry.call_log_id).encode()),
-        ('name="recordingId"', "text/plain", entry.recording_id.encode()),
-        ('name="meta"; filename="meta.json"', "application/json", ready.meta),
-        (
-            f'name="audio"; filename="mixed.{ready.name[-3:].lower()}"',
-            "application/octet-stream",
-            b"",
-        ),
-    )
-    form = "--{}\r\nContent-Disposition: form-data; {}\r\nContent-Type: {}\r\n\r\n"
-    return b"\r\n".join(
-        form.format(boundary, name, kind).encode() + content for name, kind, content in parts
-    )
+        return self.files.exchange(Exchange("HEAD", path, {}, 10.0))
 
 
 # ==================================================================================================
@@ -3576,9 +3505,10 @@ class Files(Delivery):
         claimed = (answer.said or {}).get("sha256")
         if claimed is None:
             return True
-        digest = hashlib.sha256()
-        for piece in file_pieces(ready, PIECE):
+        digest, at = hashlib.sha256(), 0
+        while piece := os.pread(ready.fd, PIECE, at):
             digest.update(piece)
+            at += len(piece)
             yield AT_ONCE
         return str(claimed).lower() == digest.hexdigest()
 
@@ -5091,6 +5021,21 @@ class SettingsStore:
         conn.execute(SETTINGS_SAVE, params)
 
 
+def get(
+    frontend: Frontend, path: str, etag: str = "", most: int = ANSWER_MAX, sink: Sink | None = None
+) -> Steps[Answer]:
+    """A page of the settings, or (into the sink) a file; 304 when it is still the ETag's."""
+    headers = {"Accept": "*/*"} if sink else {}
+    if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
+        headers["If-None-Match"] = etag
+    limit = 10.0
+    if sink is not None:
+        frontend.settings.close()  # a request on a kept connection may be repeated
+        limit += most / AUDIO_RATE
+    request = Exchange("GET", path, headers, limit, answer_max=most, sink=sink)
+    return frontend.settings.exchange(request)
+
+
 class Pull:
     """One snapshot: fetched request by request, then applied at once."""
 
@@ -5109,7 +5054,7 @@ class Pull:
         """One request; True when that was the last one. NotNow: the frontend gives none."""
         name = self.todo[0]
         etag = self.etags.get(name, "")
-        answer = yield from self.frontend.get(SOURCES[name][0], etag, SETTINGS_MAX)
+        answer = yield from get(self.frontend, SOURCES[name][0], etag, SETTINGS_MAX)
         if answer.status == 304 and etag:
             self.same.append(name)
         else:
@@ -5194,6 +5139,7 @@ class Pull:
 TEMPORARY: Final = ".serversync-"  # in the announcements directory: a file that is not complete
 UNWANTED_SEC: Final = 3600.0
 AUDIO_MAX: Final = 10 * 1024 * 1024
+AUDIO_RATE: Final = 20_000  # bytes a second: less is given up, and tried again later
 
 
 STRANGER: Final = "a file of this name that we did not write is there"
@@ -5378,7 +5324,7 @@ class Audio:
         download = Download(folder)
         try:
             path = AUDIO_URL + quote(file.name)
-            answer = yield from self.frontend.get(path, etag or "", AUDIO_MAX, download.take)
+            answer = yield from get(self.frontend, path, etag or "", AUDIO_MAX, download.take)
             if answer.status == 304 and etag:
                 self._done(file, file.files, etag, "is as it was")
                 return
@@ -7878,7 +7824,7 @@ class Doctor:
     def frontend(self) -> Findings:
         """By a question that changes nothing; posting no entries rewrites the frontend's store."""
         url = f"{self.config.frontend_base_url}/api/number-groups"
-        asked = Frontend(self.config, self.process).get("/api/number-groups")
+        asked = get(Frontend(self.config, self.process), "/api/number-groups")
         self._answer = answer = drive(asked, self.process)
         well = isinstance(answer.said, dict) and answer.said.get("ok") is True
         long = answer.status == 200 and not answer.complete and answer.body[:1] == b"{"
