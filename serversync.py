@@ -3449,8 +3449,9 @@ class Files(Delivery):
         frontend, rate = self.agent.frontend, self.agent.config.upload_kbps * 125.0
         if rate and ready.size / rate > LIFT_LIMIT_SEC:
             rate = 0.0
-            text = f"recording {entry.seq} is too large for SYNC_UPLOAD_KBPS"
-            say(logging.WARNING, "limit_lifted", f"{text}: sent without the limit", SEQ=entry.seq)
+            text = "is too large for SYNC_UPLOAD_KBPS: sent without the limit"
+            text = f"recording {entry.seq} {text}"
+            say(logging.WARNING, "limit_lifted", text, SEQ=entry.seq)
         answer = yield from self._shown(frontend.upload(entry, ready, rate), entry, ready)
         verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
         if verdict.fate is Fate.SENT and not (yield from self._same_digest(ready, answer)):

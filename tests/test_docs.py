@@ -58,10 +58,21 @@ def calls_of_say() -> Iterator[tuple[ast.expr, list[ast.keyword]]]:
     for node in ast.walk(program()):
         if not isinstance(node, ast.Call):
             continue
-        if isinstance(node.func, ast.Name) and node.func.id == "say":
-            yield node.args[1], node.keywords
+        if isinstance(node.func, ast.Name) and node.func.id in ("say", "say_sent"):
+            yield node.args[node.func.id == "say"], node.keywords
         elif isinstance(node.func, ast.Attribute) and node.func.attr == "say":
             yield node.args[3], node.keywords
+
+
+def shared_fields() -> Iterator[str]:
+    """Those of `more`, which is made before a message is said."""
+    for node in ast.walk(program()):
+        if isinstance(node, ast.Assign | ast.AugAssign) and isinstance(node.value, ast.Dict):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id == "more":
+                yield from (
+                    str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)
+                )
 
 
 def settings() -> list[tuple[str, str, str]]:
@@ -486,6 +497,7 @@ def test_every_event_and_field_of_the_journal_is_documented() -> None:
     for event, keywords in calls_of_say():
         events |= set(texts_in(event))
         names |= {keyword.arg for keyword in keywords if keyword.arg and keyword.arg.isupper()}
+    names |= {name for name in shared_fields() if name.isupper()}
     text = section("The journal")
     listed = re.search(r"^EVENT is one of: ([^.]*)\.", text, re.M)
 
