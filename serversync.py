@@ -768,9 +768,13 @@ class Process:
 
 
 def shut_socket(fd: int) -> None:
-    """Ends whatever blocks on the socket. By a duplicate: SSLSocket.shutdown would drop TLS."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
-        twin.shutdown(socket.SHUT_RDWR)
+    """Ends whatever blocks on the socket. By another object: SSLSocket.shutdown would drop TLS."""
+    with contextlib.suppress(OSError):
+        plain = socket.socket(fileno=fd)
+        try:
+            plain.shutdown(socket.SHUT_RDWR)
+        finally:
+            plain.detach()
 
 
 def look_up(host: str) -> None:

@@ -349,7 +349,7 @@ DEADLY = """
         if recording = '{entity}' then
             perform nextval('deaths'), pg_terminate_backend(pg_backend_pid()), pg_sleep(60);
         end if;
-        return plain_uploaded(recording);
+        return serversync.plain_uploaded(recording);
     end $$
 """
 HARMLESS = """drop function serversync.uploaded;
