@@ -1816,29 +1816,22 @@ class Hot:
         self.prepare = f"prepare {name} as {sql % numbers}"
 
     def run(self, session: Session, params: Mapping[str, object]) -> list[bytes]:
-        """Its row, as binary. Prepared when a session needs it first."""
+        """Its row, as binary. (psycopg waits: a signal ends no wait inside libpq.)"""
         texts = [self._text(params[name]) for name in self.params]
         with session.session() as conn:
-            try:
-                return self._execute(conn, texts)
-            except psycopg.errors.InvalidSqlStatementName:
-                conn.execute(self.prepare)
-                return self._execute(conn, texts)
+            conn.pgconn.send_query_prepared(
+                self.name, texts, result_format=psycopg.pq.Format.BINARY
+            )
+            result = conn.wait(generators.execute(conn.pgconn))[-1]
+            if result.status == psycopg.pq.ExecStatus.FATAL_ERROR:
+                raise psycopg.errors.error_from_result(result)
+        return [result.get_value(0, column) or b"" for column in range(result.nfields)]
 
     @staticmethod
     def _text(value: object) -> bytes | None:
-        """As PostgreSQL reads it."""
         if isinstance(value, list):
             value = "{" + ",".join(map(str, value)) + "}"
         return None if value is None else str(value).encode()
-
-    def _execute(self, conn: psycopg.Connection[Any], texts: list[bytes | None]) -> list[bytes]:
-        """(psycopg waits: a signal ends no wait inside libpq.)"""
-        conn.pgconn.send_query_prepared(self.name, texts, result_format=psycopg.pq.Format.BINARY)
-        result = conn.wait(generators.execute(conn.pgconn))[-1]
-        if result.status == psycopg.pq.ExecStatus.FATAL_ERROR:
-            raise psycopg.errors.error_from_result(result)
-        return [result.get_value(0, column) or b"" for column in range(result.nfields)]
 
 
 HOT_FETCH: Final = Hot("serversync_fetch", FETCH)
@@ -1928,6 +1921,8 @@ class Session:
         if not self.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
             return False
         self._prepare()
+        for statement in (HOT_FETCH, HOT_FETCH_ALONE, HOT_CONFIRM):
+            self.run(statement.prepare)
         database, epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
         if self._epoch != (database, epoch - 1):
             self.generation += 1
@@ -1950,9 +1945,17 @@ class Session:
         try:
             if not schema:
                 self.run("create schema serversync")
-            self._migrate(ours)
+            known = self.run(VERSION)[0][0] if ours else 0
+            if known < SCHEMA_VERSION:
+                make = "set local statement_timeout = 0;" + MIGRATIONS[known]
+                self.run(make, INDEX_DEADLINE)
+                now = f"schema serversync is now at version {SCHEMA_VERSION}"
+                say(logging.INFO, "migrated", now)
         except psycopg.errors.InsufficientPrivilege:
             raise ConfigError([f"{who} may not make its tables: {how}"]) from None
+        if known > SCHEMA_VERSION:
+            newer = f"the schema serversync is of a newer version ({known}) than this program"
+            raise ConfigError([newer])
         hints = self.make_optional()
         if recordings is None:
             hints.append("there is no table recordings: none is marked as uploaded")
@@ -1961,16 +1964,6 @@ class Session:
         if hints and hints != self._hints:
             say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
         self._hints = hints
-
-    def _migrate(self, ours: bool) -> None:
-        known = self.run(VERSION)[0][0] if ours else 0
-        if known > SCHEMA_VERSION:
-            raise ConfigError(
-                [f"the schema serversync is of a newer version ({known}) than this program"]
-            )
-        if known < SCHEMA_VERSION:
-            self.run("set local statement_timeout = 0;" + MIGRATIONS[known], INDEX_DEADLINE)
-            say(logging.INFO, "migrated", f"schema serversync is now at version {SCHEMA_VERSION}")
 
     def make_optional(self) -> list[str]:
         """Index and trigger, where the role may; where not, why. While one of them waits for the

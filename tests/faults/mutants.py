@@ -154,7 +154,7 @@ MUTANTS = [
     ),
     Mutant(
         "a pass has no end",
-        "        until = self.store.value(LAST)\n        after, number = 0, 0\n",
+        "        until = self.store.last()\n        after, number = 0, 0\n",
         "        until = 1 << 60\n        after, number = 0, 0\n",
         story="a call that becomes visible behind the pass",
         tests=("tests/test_order.py",),
@@ -298,8 +298,8 @@ MUTANTS = [
     ),
     Mutant(
         "what waits to be recorded is sent again (Ledger.skip)",
-        "return [seq for result in self.unwritten for seq in result.seqs]\n",
-        "return []\n",
+        "skip = [seq for result in self.unwritten for seq in result.seqs]\n",
+        "skip: list[int] = []\n",
         (BLOCKING + "::test_a_locked_row_holds_only_its_own_result",),
     ),
     Mutant(
