@@ -1354,7 +1354,7 @@ select outbox is not null, recordings::text, to_regnamespace('serversync') is no
                 then 'select, update (upload_status, s3_url) on recordings' end,
            case when not has_table_privilege(settings, 'select')
                 then 'select on system_settings' end], null),
-       has_table_privilege(outbox, 'delete'), current_setting('server_encoding')
+       current_setting('server_encoding')
 from (select to_regclass('sync_outbox') as outbox, to_regclass('recordings') as recordings,
              to_regclass('system_settings') as settings) backend
 """
@@ -1602,7 +1602,6 @@ from (select {FILE_PATH} as path, {CALL_ID} as call, true as pending
       union all
       select null, directory, false from serversync.uploads where outbox_id <> %(seq)s) rival
 where position(%(directory)s in coalesce(path, '')) > 0 or call = %(directory)s
-order by pending desc
 """
 FORGET_UPLOAD: Final = """
 delete from serversync.uploads where outbox_id = %(seq)s and directory = %(directory)s
@@ -1934,7 +1933,7 @@ class Session:
     def _prepare(self) -> None:
         """Makes what is the agent's own; says what is missing of the rest."""
         row = self.run(RIGHTS)[0]
-        outbox, recordings, schema, ours, role, name, missing, may_delete, encoding = row
+        outbox, recordings, schema, ours, role, name, missing, encoding = row
         if not outbox:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
         if encoding not in ("UTF8", "SQL_ASCII"):
@@ -1959,8 +1958,6 @@ class Session:
         hints = self.make_optional()
         if recordings is None:
             hints.append("there is no table recordings: none is marked as uploaded")
-        if not may_delete:
-            hints.append("no right to delete from sync_outbox: old rows are not pruned")
         if hints and hints != self._hints:
             say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
         self._hints = hints
@@ -2397,10 +2394,6 @@ class Frontend:
         # Each upload has a connection of its own: a stray second answer on a kept one would
         # confirm the next recording.
         self.files = Wire(config, process, keep=False)
-
-    def close(self) -> None:
-        for wire in (self.entries, self.files, self.settings):
-            wire.close()
 
     def post(self, body: bytes, key: str, most: float = float("inf"),
              wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
@@ -3937,7 +3930,6 @@ class Agent:
     def close(self) -> None:
         for job in self.jobs:
             job.close()
-        self.frontend.close()
         self.session.close()
 
 
@@ -7207,8 +7199,6 @@ def _settings_pull(
         raise Unavailable(f"no settings now, the last good ones stay: {why}") from None
     except Stopping:
         return EX_TEMPFAIL
-    finally:
-        frontend.close()
     well = all(not outcome.held[0] and not outcome.error for outcome in outcomes)
     return EX_OK if well else EX_PERSON
 
@@ -7762,7 +7752,7 @@ class Doctor:
         return f"{info.dbname} at {info.host} as {info.user}, PostgreSQL {version}"
 
     def rights(self) -> Findings:
-        outbox, _, _, _, role, name, missing, _, encoding = self.desk.run(RIGHTS)[0]
+        outbox, _, _, _, role, name, missing, encoding = self.desk.run(RIGHTS)[0]
         if not outbox:
             yield "failed", f"database {name} has no table sync_outbox", CONFIGURE
             return ""

@@ -286,7 +286,7 @@ class Client:
         return serversync.confirm_upload(answer, KEY, 10, time.time())[0], answer
 
     def close(self) -> None:
-        self.frontend.close()
+        self.frontend.entries.close()
         self.server.close()
         os.close(self.fd)
         os.close(self.folder)
