@@ -1852,8 +1852,6 @@ class Session:
         self._calls: list[object] = []
         self._hints: list[str] = []
 
-    # --- the connection -------------------------------------------------------------------------
-
     def connect(self) -> None:
         """A new session, after the end of the previous one. Raises Unavailable."""
         try:
@@ -1912,8 +1910,6 @@ class Session:
         with self.session(limit) as conn:
             cursor = conn.execute(sql, params or None, binary=bool(params))
             return [] if cursor.rownumber is None else cursor.fetchall()
-
-    # --- the lock -------------------------------------------------------------------------------
 
     def take_lock(self) -> bool:
         """True when this session is the one sender. Then, and only then, the schema is made."""
@@ -1978,8 +1974,6 @@ class Session:
             self.run(SESSION)  # its limits again
         return hints
 
-    # --- waking up ------------------------------------------------------------------------------
-
     def check(self) -> None:
         """A session that was ended shows here (Lost): others send now. It never waits."""
         with self.session() as conn:
@@ -1997,8 +1991,6 @@ class Session:
 
 @dataclass(frozen=True)
 class Look:
-    """What there is to do."""
-
     interval: float | None
     entries: bool
     files: bool
@@ -2007,8 +1999,6 @@ class Look:
 
 
 class Store:
-    """What the jobs ask of the database, by the session that holds the lock."""
-
     def __init__(self, session: Session) -> None:
         self.session = session
         self.run = session.run
@@ -2372,7 +2362,6 @@ class Exchange:
 
 
 def trouble_of(error: Exception, connected: bool) -> Trouble:
-    """Why there is no answer, by what was raised."""
     hung_up = connected and isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
     if isinstance(error, ssl.SSLError) and not hung_up:
         return Trouble.TLS  # under TLS 1.3 our certificate is refused after the handshake
