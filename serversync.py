@@ -201,9 +201,7 @@ def _row(default: str | None, parse: Parse, text: str) -> Any:
 class Config:
     """The option table: every key with its default, its bounds and what it is for."""
 
-    database_url: str = _row(
-        None, _database, "libpq URL; postgresql:///voicebot for peer authentication"
-    )
+    database_url: str = _row(None, _database, "libpq URL, such as postgresql:///voicebot")
     frontend_base_url: str = _row(None, _frontend, "http(s) URL of the frontend, without /api/…")
     poll_interval_sec: float = _row("300", _number(0.1, 86400), "between looks; 30 s at most")
     batch_size: int = _row("100", _whole(1, 10000), "entries a request")
@@ -359,11 +357,9 @@ def tls_context(config: Config) -> ssl.SSLContext:
 
 def derived_device_id() -> str:
     """Stable, and not the machine id itself, which is confidential (machine-id(5))."""
-    try:
-        with open("/etc/machine-id", encoding="ascii") as file:
-            seed = file.read().strip()
-    except OSError:
-        seed = socket.gethostname()
+    seed = socket.gethostname()
+    with contextlib.suppress(OSError), open("/etc/machine-id", encoding="ascii") as file:
+        seed = file.read().strip()
     return hashlib.sha256(b"serversync" + seed.encode()).hexdigest()[:16]
 
 
@@ -841,7 +837,6 @@ _CLOCK: Final = "TLS with the frontend failed (if its certificate is good: is th
 _LATE: Final = "the frontend did not answer in time"
 _PROXY: Final = "too large for the frontend, or for a proxy before it (nginx: client_max_body_size)"
 _DENIED: Final = "the frontend does not accept our credentials, or forbids it to them"
-_ADDRESS: Final = "no such address: not deployed, or a wrong base URL?"
 _REDIRECT: Final = "a redirect, which is never followed: a login page?"
 _NOT_OURS: Final = "a success, but not in the contract's words: not our frontend?"
 # What is sent does not stand here: only those that confirm it know the contract's words.
@@ -856,7 +851,7 @@ RULES: Final[Sequence[tuple[Container[object], Fate, str, str]]] = (
     (range(200, 300), Fate.SUSPECT, "BAD_RESPONSE", _NOT_OURS),
     (range(300, 400), Fate.SUSPECT, "REDIRECTED", _REDIRECT),
     ((401, 403), Fate.SUSPECT, "UNAUTHORIZED", _DENIED),
-    ((404, 405), Fate.SUSPECT, "NOT_FOUND", _ADDRESS),
+    ((404, 405), Fate.SUSPECT, "NOT_FOUND", "no such address: not deployed, or a wrong base URL?"),
     ((409,), Fate.SUSPECT, "CONFLICT", "the frontend says conflict, but not that it has it"),
     ((413,), Fate.SUSPECT, "TOO_LARGE", _PROXY),
     ((429, "later"), Fate.SUSPECT, "RATE_LIMITED", "the frontend asks for a pause"),
@@ -956,9 +951,8 @@ def confirm_length(look: Answer, size: int) -> Verdict:
     if told and look.length == str(size):
         return _sent(look)
     if told or look.status == 404:
-        found = (
-            f"SYNC_VERIFY_PATH says that it has {look.length if told else 'none'} of {size} bytes"
-        )
+        has = look.length if told else "none"
+        found = f"SYNC_VERIFY_PATH says that it has {has} of {size} bytes"
         reason = f"stored, but not as it was sent: {found}"
         return Verdict(Fate.SUSPECT, "BAD_RESPONSE", reason, look.status)
     detail = look.detail or "SYNC_VERIFY_PATH does not tell what it has"
@@ -2902,26 +2896,15 @@ class Voice:
         self.tally.dead += step.dead
         self.deaths += step.dead
         quiet = verdict.code == "NOT_READY" and step.tries > 1
+        level = logging.DEBUG if quiet else logging.WARNING
         words = f"is retried in {step.delay:.0f} s"
         words = "given up: it is in serversync.dead_letters" if step.dead else words
-        say(
-            logging.DEBUG if quiet else logging.WARNING,
-            "entry_dead" if step.dead else "entry_set_aside",
-            f"entry {seq} ({past.entity_type}) {words}: {verdict.reason}",
-            SEQ=seq,
-            ENTITY_TYPE=past.entity_type,
-            CALL_ID=past.call_id,
-            ERROR_CODE=verdict.code,
-            HTTP_STATUS=verdict.status,
-            ATTEMPT=step.attempts,
-            STATUS_FROM="sending",
-            STATUS_TO="dead" if step.dead else "failed",
-        )
-
-
-def masked(verdict: Verdict) -> Verdict:
-    """Its reason may hold all of an answer: fit to be kept, and to be cut."""
-    return replace(verdict, reason=clean(verdict.reason))
+        text = f"entry {seq} ({past.entity_type}) {words}: {verdict.reason}"
+        more = {"SEQ": seq, "ENTITY_TYPE": past.entity_type, "CALL_ID": past.call_id}
+        more |= {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
+        more |= {"ATTEMPT": step.attempts, "STATUS_FROM": "sending"}
+        more |= {"STATUS_TO": "dead" if step.dead else "failed"}
+        say(level, "entry_dead" if step.dead else "entry_set_aside", text, False, **more)
 
 
 class Delivery(Job):
@@ -2957,7 +2940,7 @@ class Delivery(Job):
         health, now, jitter = self.health, time.monotonic(), random.random()
         if now < health.quiet_until:
             return
-        verdict = masked(verdict)
+        verdict = replace(verdict, reason=clean(verdict.reason))  # it may hold all of an answer
         for endpoint in health.endpoints if of_all else [self.endpoint]:
             outage = endpoint.begin_outage(verdict, now, jitter, by_entries=not of_all)
             if of_all and verdict.code == "RATE_LIMITED":
@@ -3009,14 +2992,12 @@ class Delivery(Job):
         past = self.store.past(seq, readable=not unreadable)
         if past is None:
             return
-        verdict = masked(verdict)
+        verdict = replace(verdict, reason=clean(verdict.reason))  # it may hold all of an answer
         step = judge(past, verdict, self.agent.config, random.random(), charge)
-        if step.dead:
-            write: Callable[[], object] = partial(self.store.bury, seq, verdict, step)
-        else:
-            in_outage = self.endpoint.outage is not None
-            write = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
-        self.agent.ledger.record([seq], write)
+        in_outage = self.endpoint.outage is not None
+        waits = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
+        buried = partial(self.store.bury, seq, verdict, step)
+        self.agent.ledger.record([seq], buried if step.dead else waits)
         self.voice.failed(seq, past, verdict, step)
         blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED) and not step.dead
         if blamed and self.endpoint.failed_alone(seq) and not self.endpoint.outage:
