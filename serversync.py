@@ -273,19 +273,13 @@ def _env_value(quoted: str, bare: str) -> str:
     return value + re.sub(r"\\([^\r\n])|\\[\r\n]?", r"\1", bare)
 
 
-def as_root() -> str:
-    return shlex.join(["sudo", "serversync", *sys.argv[1:]])
-
-
 def read_text(path: str, named_by: str = "") -> str:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path or os.devnull, encoding="utf-8") as file:
             return file.read(1 << 20)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "not UTF-8 text")  # no colon: "token: …" is masked
-        person = isinstance(error, PermissionError) and not named_by
-        hint = f": run: {as_root()}" if person else ""
-        raise ConfigError([f"{named_by}cannot read {path} ({reason}){hint}"]) from None
+        raise ConfigError([f"{named_by}cannot read {path} ({reason})"]) from None
 
 
 def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -326,15 +320,12 @@ def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Conf
     return config
 
 
-def read_token(named_by: str, path: str) -> str:
-    return read_text(path, named_by).strip() if path else ""
-
-
 def _find_token(values: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """The systemd credential if it is not empty, then the file, then the variable."""
     credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
-    token = read_token("credential: ", credential if os.path.exists(credential) else "")
-    token = token or read_token("SYNC_TOKEN_FILE: ", values.get("token_file", ""))
+    path = credential if os.path.exists(credential) else ""
+    token = read_text(path, "credential: ").strip()
+    token = token or read_text(values.get("token_file", ""), "SYNC_TOKEN_FILE: ").strip()
     token = token or values["token"]
     if not re.fullmatch(r"[!-~]*", token):
         raise ConfigError(["the token must be one line of visible ASCII characters"])
@@ -490,7 +481,6 @@ class Receipt:
 class Result:
     """What a request brought, until it is written down."""
 
-    generation: int
     seqs: Sequence[int]
     write: Callable[[], object]
     file: FileEntry | None  # that was uploaded
@@ -1912,11 +1902,11 @@ class Session:
         self._prepare()
         for statement in (HOT_FETCH, HOT_FETCH_ALONE, HOT_CONFIRM):
             self.run(statement.prepare)
+        self.run("listen serversync")
         database, epoch, self.root_id = self.run(TAKE_OVER, device=self.device)[0]
         if self._epoch != (database, epoch - 1):
             self.generation += 1
         self._epoch = (database, epoch)
-        self.run("listen serversync")
         self.locked = True
         return True
 
@@ -2776,7 +2766,6 @@ class Job:
         self._turns, self.wait = self.turns(), AT_ONCE
 
 
-FENCED: Final = "another sender came between: a result is thrown away"
 RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is sent
 
 
@@ -2784,16 +2773,15 @@ class Ledger:
     """Results that must be written down. One that cannot be is kept, and nothing else is sent
     before it; but one that only waits for a lock lets the others go on."""
 
-    def __init__(self, session: Session, store: Store) -> None:
-        self.session, self.results = session, store.unwritten
+    def __init__(self, store: Store) -> None:
+        self.results = store.unwritten
         self._again_at = 0.0
 
     def record(
         self, seqs: Sequence[int], write: Callable[[], object], file: FileEntry | None = None
     ) -> None:
-        """The last thing in a step: if it fails, the loop comes back to it before anything else.
-        (Of another generation is only what waits here: what was under way ended with its own.)"""
-        self.results.append(Result(self.session.generation, seqs, write, file))
+        """The last thing in a step: if it fails, the loop comes back to it before anything else."""
+        self.results.append(Result(seqs, write, file))
         with contextlib.suppress(NotRecorded, Lost):
             self.settle()
 
@@ -2812,10 +2800,7 @@ class Ledger:
         again = began >= self._again_at
         for result in [each for each in self.results if again or not each.locked]:
             try:
-                if result.generation == self.session.generation:
-                    result.write()
-                else:
-                    say(logging.WARNING, "fenced", FENCED)
+                result.write()
             except Lost:
                 raise
             except Exception as error:
@@ -3642,7 +3627,7 @@ class Agent:
         self.config, self.process, self.once = config, process, once
         self.session = Session(config.database_url, config.device_id, process)
         self.store = Store(self.session)
-        self.ledger = Ledger(self.session, self.store)
+        self.ledger = Ledger(self.store)
         self.frontend = Frontend(config, process)
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
@@ -3733,8 +3718,10 @@ class Agent:
                 raise  # later it is a state: a restore may be under way
             raise Unavailable(" ".join(str(error).split())) from None
         if self.session.generation != generation:  # the rows may be others
-            if any(job.under_way for job in self.jobs):
-                say(logging.WARNING, "fenced", FENCED)
+            if self.ledger.results or any(job.under_way for job in self.jobs):
+                text = "another sender came between: a result is thrown away"
+                say(logging.WARNING, "fenced", text)
+            self.ledger.results.clear()
             for job in self.jobs:
                 job.close()
         self._look_anew()
@@ -5892,6 +5879,10 @@ class Refused(Exception):
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
         self.kind = kind  # not_found, invalid, conflict
+
+
+def as_root() -> str:
+    return shlex.join(["sudo", "serversync", *sys.argv[1:]])
 
 
 def not_there(error: psycopg.Error) -> Unavailable:
@@ -8365,7 +8356,7 @@ def check_intent(request: Request) -> None:
 
 
 def admin_token(config: Config) -> str:
-    return read_token("SYNC_ADMIN_TOKEN_FILE: ", config.admin_token_file)
+    return read_text(config.admin_token_file, "SYNC_ADMIN_TOKEN_FILE: ").strip()
 
 
 def check_token(request: Request, token: str) -> None:
@@ -9475,7 +9466,12 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """The service, one round of it, or a command of a person's (who then acts as the service)."""
 
     def read() -> Config:
-        return load_config(read_env_file(arguments.env_file, environ), environ)
+        try:
+            return load_config(read_env_file(arguments.env_file, environ), environ)
+        except ConfigError as error:
+            if isinstance(error.__context__, PermissionError):  # of the file; root may read it
+                raise ConfigError([f"{error}: run: {as_root()}"]) from None
+            raise
 
     if arguments.command == "admin":  # a bad configuration is answered, and ends nothing
         return admin(read, arguments.listen, environ, arguments.idle)

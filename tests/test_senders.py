@@ -6,10 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import psycopg
 import pytest
 
-import serversync
 from agent import Agent, AgentFactory, NotifySocket
 from backend import Backend, Call
 from frontend import Frontend, Reply, Request
@@ -265,22 +263,6 @@ def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_st
     assert db.rows(marks)[:2] == marked
     assert not waiting(db) and not dead_letters(db)
     wait_until(lambda: len(receipts(db)) == 2, what="one receipt of each request")
-
-
-def test_a_result_that_could_not_be_recorded_is_thrown_away_after_another_sender() -> None:
-    session = serversync.Session("", "", serversync.Process({}))
-    ledger = serversync.Ledger(session, serversync.Store(session))
-    written: list[int] = []
-
-    def write() -> None:
-        written.append(session.generation)
-        raise psycopg.errors.DiskFull
-
-    ledger.record([1], write)
-    assert ledger.stuck and written == [0], "it is kept, and nothing else is sent"
-    session.generation += 1
-    ledger.settle()
-    assert written == [0] and not ledger.stuck and not ledger.results
 
 
 # -- a connection that is half-open --------------------------------------------------------------

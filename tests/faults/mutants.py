@@ -303,9 +303,9 @@ MUTANTS = [
         (BLOCKING + "::test_a_locked_row_holds_only_its_own_result",),
     ),
     Mutant(
-        "another sender's epoch is ignored (Ledger, generation)",
-        "                if result.generation == self.session.generation:\n",
-        "                if True:\n",
+        "another sender's epoch is ignored (Agent.hold, generation)",
+        "            self.ledger.results.clear()\n",
+        "",
         (SENDERS, STATE),
     ),
     Mutant(
