@@ -123,11 +123,10 @@ class ConfigError(Exception):
 
 
 Parse = Callable[[str], Any]
+Bounds = tuple[float, float]
 
 
-def _like(
-    pattern: str, what: str, read: Parse = str, bounds: tuple[float, float] | None = None
-) -> Parse:
+def _like(pattern: str, what: str, read: Parse = str, bounds: Bounds | None = None) -> Parse:
     """Reads what is written like this and lies in these bounds; else it says what is allowed."""
 
     def parse(text: str) -> Any:
@@ -255,7 +254,11 @@ def parse_env_file(text: str, name: str = "env file") -> dict[str, str]:
     problems = [f"{name}: a NUL character: this is no text"] if "\0" in text else []
     for match in _ENV_LINE.finditer(text):
         if match["bare"] is not None:
-            found[match["key"]] = _env_value(match["quoted"], match["bare"])
+            value = ""
+            for single, double in _ENV_QUOTED.findall(match["quoted"]):
+                value += single + re.sub(r'\\(["\\`$])|\\\n', r"\1", double)
+            bare = re.sub(r"\\([^\r\n])|\\[\r\n]?", r"\1", match["bare"])
+            found[match["key"]] = value + bare
         elif match["odd"] or match["endless"]:
             # Never the line itself: it may be a piece of a secret.
             what = "is not KEY=VALUE" if match["odd"] else "has a quote that is not closed"
@@ -264,13 +267,6 @@ def parse_env_file(text: str, name: str = "env file") -> dict[str, str]:
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _env_value(quoted: str, bare: str) -> str:
-    value = ""
-    for single, double in _ENV_QUOTED.findall(quoted):
-        value += single + re.sub(r'\\(["\\`$])|\\\n', r"\1", double)
-    return value + re.sub(r"\\([^\r\n])|\\[\r\n]?", r"\1", bare)
 
 
 def read_text(path: str, named_by: str = "") -> str:
@@ -2738,11 +2734,6 @@ class Job:
         if self._woken and not self.under_way and self.wait.until > now:
             self._woken, self.wait = False, AT_ONCE
 
-    def put_off(self, now: float) -> None:
-        """It failed by an error of its own: the other jobs go on."""
-        self.failures += 1
-        self.wait = Wait(now + backoff(min(self.failures, 5), 1.0))
-
     @property
     def under_way(self) -> bool:
         return self.wait.fd >= 0
@@ -2841,6 +2832,7 @@ class Voice:
         self.done = IDLE  # the sentence of what was done since the last look for entries
         self.sentence = ""
         self.jobs: Sequence[Job] = ()
+        self.inflight = 0  # entries of the request that is under way
         self._busy_at = 0.0
 
     def rest(self) -> None:
@@ -2867,7 +2859,7 @@ class Voice:
             if each.outage
         ]
         state = {"sentence": sentence, "standby": sentence == STANDBY, "outages": outages}
-        state |= {"listening": self.session.locked, "progress": progress}
+        state |= {"listening": self.session.locked, "progress": progress, "inflight": self.inflight}
         for job in self.jobs:
             state |= job.published()
         self.show(**state)
@@ -3042,12 +3034,8 @@ class Entries(Delivery):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent, agent.health.entries)
         self.careful = 0  # so many more
-        self.inflight = 0  # entries of the request that is under way
         self.blind = False  # an upload fills the line: nothing is concluded until it is over
         self.lost = deque[int](maxlen=LOST_MAX)  # what was read when sessions ended (0: several)
-
-    def published(self) -> dict[str, object]:
-        return {"inflight": self.inflight}
 
     def turns(self) -> Steps[None]:
         agent = self.agent
@@ -3172,13 +3160,13 @@ class Entries(Delivery):
         agent, voice, seqs = self.agent, self.voice, batch.seqs
         agent.session.check()  # others may send these now
         done, since = voice.tally.entries, time.monotonic() - voice.tally.started
-        self.inflight = len(seqs)
+        voice.inflight = len(seqs)
         if self.endpoint.outage is None:
             voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
         try:
             answer = yield from agent.frontend.post(batch.body, batch.key, most)
         finally:
-            self.inflight = 0
+            voice.inflight = 0
         verdict, rejected = confirm_entries(answer, batch.key, seqs, time.time())
         if len(rejected) == len(seqs) == 1:  # as any other rejection
             return Verdict(Fate.REJECTED, "REJECTED", rejected[seqs[0]], verdict.status)
@@ -3719,8 +3707,7 @@ class Agent:
             raise Unavailable(" ".join(str(error).split())) from None
         if self.session.generation != generation:  # the rows may be others
             if self.ledger.results or any(job.under_way for job in self.jobs):
-                text = "another sender came between: a result is thrown away"
-                say(logging.WARNING, "fenced", text)
+                say(logging.WARNING, "fenced", "another sender came between: a result is discarded")
             self.ledger.results.clear()
             for job in self.jobs:
                 job.close()
@@ -3755,7 +3742,8 @@ class Agent:
                 if self.once:
                     raise
                 self._met(error)
-                job.put_off(time.monotonic())
+                job.failures += 1  # by an error of its own: the other jobs go on
+                job.wait = Wait(time.monotonic() + backoff(min(job.failures, 5), 1.0))
         if self.session.news():  # last: what came with a statement's answer wakes no poll
             self.entries.wake()
 
