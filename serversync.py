@@ -2661,10 +2661,10 @@ class Recordings:
     def remove(self, root: int, upload: Upload, whole: bool) -> None:
         """Deletes what was uploaded, and (`whole`) all else in its directory. OSError says why not.
         May be called again after a kill."""
-        with (
-            held(subdirectory(root, TRASH, 0o700)) as trash,
-            held(subdirectory(root, upload.directory, 0o777)) as folder,
-        ):
+        with held(subdirectory(root, TRASH, 0o700)) as trash, contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # an earlier edition moved the directory as a whole
+                os.rename(str(upload.seq), upload.directory, src_dir_fd=trash, dst_dir_fd=root)
+            folder = stack.enter_context(held(subdirectory(root, upload.directory, 0o777)))
             self._empty(folder, trash, upload)  # what an earlier try left there is finished
             present = set(os.listdir(folder))
             ours = {file["name"]: file for file in upload.files if file["name"] in present}

@@ -448,6 +448,13 @@ def half_of_it(call: Call) -> None:
     next((call.directory.parent / TRASH).iterdir()).unlink()
 
 
+def the_directory_as_a_whole(call: Call) -> None:
+    """As the edition before did."""
+    trash = call.directory.parent / TRASH
+    trash.mkdir(mode=0o700, exist_ok=True)
+    call.directory.rename(trash / str(call.seq("recording_file")))
+
+
 def nothing_but_the_directory(call: Call) -> None:
     call.wav.unlink()
     call.meta.unlink()
@@ -468,8 +475,8 @@ def the_other_file(call: Call) -> None:
 @pytest.mark.parametrize(
     "leave",
     [
-        all_of_it, all_of_it_and_its_directory_is_gone, half_of_it, nothing_but_the_directory,
-        nothing_at_all, one_file, the_other_file,
+        all_of_it, all_of_it_and_its_directory_is_gone, half_of_it, the_directory_as_a_whole,
+        nothing_but_the_directory, nothing_at_all, one_file, the_other_file,
     ],
 )  # fmt: skip
 def test_trash_that_a_kill_left_is_finished_at_the_start(
@@ -484,6 +491,22 @@ def test_trash_that_a_kill_left_is_finished_at_the_start(
     assert not uploaded.directory.exists() and not uploads(db)
     assert_trash_is_empty(backend)
     assert len(frontend.uploads) == 1
+
+
+def test_a_whole_directory_in_the_trash_never_takes_the_place_of_a_new_recording(
+    db: Database, agent: AgentFactory, uploaded: Call
+) -> None:
+    the_directory_as_a_whole(uploaded)
+    uploaded.directory.mkdir()
+    uploaded.wav.write_text("a new call's")
+
+    result = agent.once()
+
+    assert "mixed.wav changed after its upload" in result.stderr
+    assert uploaded.wav.read_text() == "a new call's"
+    whole = uploaded.directory.parent / TRASH / str(uploaded.seq("recording_file"))
+    assert files_of(whole) == {"mixed.wav", "meta.json"}
+    assert uploads(db) == [uploaded.seq("recording_file")]
 
 
 @pytest.mark.parametrize("name", ["mixed.wav", "meta.json"])
