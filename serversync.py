@@ -591,9 +591,8 @@ def clean(text: str, limit: int = 1024, lines: bool = False) -> str:
 
     It is masked before it is cut: half a secret would look like none.
     """
-    if not text.isascii() or not text.isprintable():
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        text = (_CONTROL_BUT_BREAKS if lines else _CONTROL).sub(" ", text)
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    text = (_CONTROL_BUT_BREAKS if lines else _CONTROL).sub(" ", text)
     return mask(text)[:limit]
 
 
@@ -2363,6 +2362,8 @@ class Frontend:
         # Each upload has a connection of its own: a stray second answer on a kept one would
         # confirm the next recording.
         self.files = Wire(config, process, keep=False)
+        # Whether HEAD tells what was stored; None: not known yet.
+        self.trusted = None if config.verify_path else False
 
     def post(self, body: bytes, key: str, most: float = float("inf"),
              wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
@@ -2412,7 +2413,6 @@ META_MAX: Final = 256 * 1024
 WATCHED_MAX: Final = 10_000  # directories: others are watched when these are through
 _OPEN_DIR: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-_UUID: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
 @dataclass(frozen=True)
@@ -2442,13 +2442,6 @@ class Ready:
     folder: int
     meta: bytes
     key: str
-
-    def unchanged(self) -> bool:
-        """Still the same file, in its place."""
-        with contextlib.suppress(OSError):
-            there = os.stat(self.name, dir_fd=self.folder, follow_symlinks=False)
-            return signature(self.name, there) == self.files[0]
-        return False
 
 
 def signature(name: str, status: os.stat_result) -> dict[str, Any]:
@@ -2690,9 +2683,8 @@ class Recordings:
         try:
             check_sent(trash, taken)
         except OSError:
-            there = set(os.listdir(folder))
             for place, file in taken.items():
-                if file["name"] in there:
+                if file["name"] in os.listdir(folder):
                     raise OSError(errno.EEXIST, f"{file['name']} is there already") from None
                 os.rename(place, file["name"], src_dir_fd=trash, dst_dir_fd=folder)
             raise
@@ -3050,12 +3042,14 @@ class Entries(Delivery):
                 yield from self._probe(self.endpoint.outage)
             else:
                 yield from self._pass()
-            until = time.monotonic() + agent_interval(agent.config, look)
+            # What the backend's settings say goes first. Half a minute at most: a line that went
+            # silent is only noticed by asking, and a table that was rebuilt has lost its trigger.
+            said = look.interval or 0.0
+            interval = max(said, 0.1) if 0 < said <= 86400 else agent.config.poll_interval_sec
+            until = time.monotonic() + min(interval, 30.0)
             outage = self.endpoint.outage
             due = outage.due if outage else self.next_retry(files=False)[1]
             yield Wait(until if self.blind else min(until, due))
-
-    # --- a pass ---------------------------------------------------------------------------------
 
     def _pass(self) -> Steps[None]:
         """From the lowest id on: lower ids may appear late. What comes during it waits for the
@@ -3131,10 +3125,7 @@ class Entries(Delivery):
             return None
         return batch
 
-    # --- requests -------------------------------------------------------------------------------
-
     def _deliver(self, batch: Batch) -> Steps[Verdict]:
-        """One request, and what follows from it."""
         most = HASTY_SEC if self.endpoint.hasty else float("inf")
         most = BESIDE_SEC if self.store.travelling else most
         verdict = yield from self._send(batch, most)
@@ -3173,21 +3164,18 @@ class Entries(Delivery):
         if verdict.fate is Fate.SENT:
             outcome = "conflict_processed" if verdict.code else "sent"
             stored = [seq for seq in seqs if seq not in rejected]
-            size = len(batch.body)
-            receipt = Receipt("entries", size, batch.key, batch.key, answer, outcome)
+            receipt = Receipt("entries", len(batch.body), batch.key, batch.key, answer, outcome)
             agent.ledger.record(stored, partial(self.store.confirm, stored, receipt))
             if stored:
                 self.succeeded(len(seqs))
             voice.tally.entries += len(stored)
             ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
-            ms = round(answer.duration * 1000)
-            text = f"sent {count(len(stored), 'entry', 'entries')}, {ends}, in {ms} ms"
+            took = f"in {answer.duration * 1000:.0f} ms"
+            text = f"sent {count(len(stored), 'entry', 'entries')}, {ends}, {took}"
             say_sent("entries_sent", text, answer, batch.key, SEQ=seqs[0], SEQ_LAST=seqs[-1])
             for seq, reason in rejected.items():
                 self.failed(seq, Verdict(Fate.REJECTED, "REJECTED", reason, verdict.status))
         return verdict
-
-    # --- one alone ------------------------------------------------------------------------------
 
     def _alone(self, seq: int) -> Steps[Verdict | None]:
         """One entry by its seq, with the full time; None: it is gone, or cannot be read or sent."""
@@ -3197,7 +3185,6 @@ class Entries(Delivery):
         return (yield from self._deliver(batch)) if batch and batch.seqs else None
 
     def _retry(self) -> Steps[None]:
-        """The retry that is due first."""
         seq, due = (0, 0.0) if self._stopped() else self.next_retry(files=False)
         began = time.monotonic()
         if not seq or due > began:
@@ -3232,21 +3219,10 @@ class Entries(Delivery):
             say(logging.INFO, "empty_request_refused", text)
 
 
-def agent_interval(config: Config, look: Look) -> float:
-    """How long until the next look: what the backend's settings say goes before ours. Half a minute
-    at most: a line that went silent is only noticed by asking, and a table that was rebuilt has
-    lost its trigger."""
-    said = look.interval or 0.0
-    return min(max(said, 0.1) if 0 < said <= 86400 else config.poll_interval_sec, 30.0)
-
-
 # ==================================================================================================
 # Files
 # Find, ready, stream, confirm, record. (Recordings that were uploaded are deleted further below.)
 # ==================================================================================================
-
-
-VAGUE: Final = {None, 429, 500, 502, 503, 504}  # of a page that may be there later
 
 
 class Files(Delivery):
@@ -3254,12 +3230,7 @@ class Files(Delivery):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent, agent.health.files)
-        self.trusted: bool | None = None  # what HEAD says; None: not known yet
         self.reached = 0  # the last id of the last completed pass of the entries
-
-    def reload(self) -> None:
-        self.trusted = None
-        super().reload()
 
     def turns(self) -> Steps[None]:
         while True:
@@ -3285,7 +3256,6 @@ class Files(Delivery):
         return (seq, now) if due <= now else (0, due)
 
     def _deliver(self, seq: int) -> Steps[None]:
-        """One recording, and what follows from it."""
         began, entry, verdict = time.monotonic(), None, None
         try:
             entry = self._read(seq)
@@ -3295,10 +3265,12 @@ class Files(Delivery):
         except (Stopping, Lost, Unavailable):
             raise
         except Exception as error:
-            uploaded = entry is not None and entry.uploaded
-            self._not_sent(seq, error, uploaded)
+            self._not_sent(seq, error, entry is not None and entry.uploaded)
         finally:
-            self.agent.arrived()
+            if self.store.travelling:  # what waited for its end goes on
+                self.store.travelling = None
+                self.agent.entries.blind = False
+                self.agent.entries.wake()
         if verdict is not None:
             if verdict.fate is Fate.SENT:
                 return
@@ -3313,22 +3285,18 @@ class Files(Delivery):
             self.store.run(SWEEP)  # somebody took it away: its row must not come up again
             return None
         entry = FileEntry(*row)
-        if entry.waits_for is not None:
-            self._wait_for(entry)
+        if entry.waits_for is not None:  # its recording's entry, its call's, or an earlier file
+            past = self.store.past(seq)
+            if past is not None:
+                verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {entry.waits_for}")
+                step = Step(False, past.tries, past.attempts, 0.0)
+                self.store.set_waiting(seq, past, verdict, step, False, entry.waits_for)
             return None
         if entry.early:
             self.reached = seq - 1
             self.agent.entries.wake()
             return None
         return entry
-
-    def _wait_for(self, entry: FileEntry) -> None:
-        """Its recording's entry, its call's own, or an earlier recording of the call waits."""
-        past = self.store.past(entry.seq)
-        if past is not None:
-            verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {entry.waits_for}")
-            step = Step(False, past.tries, past.attempts, 0.0)
-            self.store.set_waiting(entry.seq, past, verdict, step, False, entry.waits_for)
 
     def _not_sent(self, seq: int, error: Exception, uploaded: bool) -> None:
         """The reason lies here."""
@@ -3371,9 +3339,11 @@ class Files(Delivery):
             yield from self.pause()
             verdict, url, answer = yield from self._transfer(entry, ready)
             if verdict.fate is Fate.SENT:
-                if not ready.unchanged():
+                try:
+                    check_sent(ready.folder, {ready.name: ready.files[0]})
+                except OSError:
                     reason = "the file changed while it was sent"
-                    raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", reason)
+                    raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", reason) from None
                 self._confirmed(entry, ready, verdict, url, answer)
             return verdict
 
@@ -3383,13 +3353,12 @@ class Files(Delivery):
         if rate and ready.size / rate > LIFT_LIMIT_SEC:
             rate = 0.0
             text = "is too large for SYNC_UPLOAD_KBPS: sent without the limit"
-            text = f"recording {entry.seq} {text}"
-            say(logging.WARNING, "limit_lifted", text, SEQ=entry.seq)
+            say(logging.WARNING, "limit_lifted", f"recording {entry.seq} {text}", SEQ=entry.seq)
         answer = yield from self._shown(frontend.upload(entry, ready, rate), entry, ready)
         verdict, url = confirm_upload(answer, ready.key, ready.size, time.time())
         if verdict.fate is Fate.SENT and not (yield from self._same_digest(ready, answer)):
             verdict = classify(replace(answer, detail="it stored other bytes (sha256)"))
-        if verdict.fate is Fate.SENT and frontend.config.verify_path and self.trusted is not False:
+        if verdict.fate is Fate.SENT and frontend.trusted is not False:
             look = yield from self._stored(frontend, entry, ready)
             verdict = verdict if look.fate is Fate.SENT else look
         return verdict, url, answer
@@ -3421,16 +3390,17 @@ class Files(Delivery):
             until = time.monotonic() + 1.0
             while time.monotonic() < until:  # whoever wakes this job
                 yield Wait(until)
-        if self.trusted is None:
+        if frontend.trusted is None:
             nobody = str(uuid.uuid4())
             other = yield from frontend.stored_length(nobody, nobody)
             if other.status == 404 and told:
-                self.trusted = True
-            elif not VAGUE & {look.status, other.status}:
-                self.trusted = False
+                frontend.trusted = True
+            # With one of these the page may be there later.
+            elif not {None, 429, 500, 502, 503, 504} & {look.status, other.status}:
+                frontend.trusted = False
                 text = "the frontend has no page that tells what it has: uploads are not verified"
                 say(logging.INFO, "not_verified", f"{text} (SYNC_VERIFY_PATH)")
-        if not self.trusted:
+        if not frontend.trusted:
             return Verdict(Fate.SENT, "", "confirmed")
         return confirm_length(look, ready.size)
 
@@ -3463,8 +3433,7 @@ class Files(Delivery):
         self.succeeded(1)
         self.voice.tally.files += 1
         self.voice.tally.bytes += ready.size
-        took = f"in {answer.duration:.1f} s"
-        text = f"uploaded recording {entry.seq} ({human(ready.size)}) {took}"
+        text = f"uploaded recording {entry.seq} ({human(ready.size)}) in {answer.duration:.1f} s"
         more = {"SEQ": entry.seq, "ENTITY_TYPE": "recording_file", "CALL_ID": ready.directory}
         say_sent("file_uploaded", text, answer, ready.key, **more)
 
@@ -3505,7 +3474,7 @@ class Deletions(Job):
     def _try(self, upload: Upload) -> float:
         """In how many seconds it is to be looked at again; never, when it is gone."""
         agent, quiet = self.agent, self.agent.config.delete_after_sec
-        where = upload.directory
+        where, seq = upload.directory, upload.seq
         with agent.recordings.root(agent.session.root_id, agent.adopt_root) as root:
             try:
                 if upload.root_id not in (None, agent.session.root_id):
@@ -3518,11 +3487,15 @@ class Deletions(Job):
                 everything = agent.config.extra_files == "delete" and not rivals
                 agent.recordings.remove(root, upload, everything)
             except (OSError, psycopg.Error, KeyError, TypeError) as met:  # deliveries go on
-                why = getattr(met, "strerror", None) or repr(met)
-                return self._failed(upload, clean(f"{where}: {why}"))
-        self.store.run(FORGET_UPLOAD, seq=upload.seq, directory=where)
+                why = clean(f"{where}: {getattr(met, 'strerror', None) or repr(met)}")
+                self.store.run(DELETION_FAILED, seq=seq, directory=where, error=why)
+                text = f"uploaded recording {seq} cannot be deleted, tried again later: {why}"
+                topic, about = f"deletion {seq}", {"SEQ": seq, "CALL_ID": where}
+                self.repeats.say(topic, why, logging.WARNING, "deletion_failed", text, **about)
+                return backoff(upload.tries + 1, 1.0)
+        self.store.run(FORGET_UPLOAD, seq=seq, directory=where)
         agent.voice.tally.removed += 1
-        self.repeats.over(f"deletion {upload.seq}")
+        self.repeats.over(f"deletion {seq}")
         return float("inf")
 
     def _rivals(self, upload: Upload) -> Iterator[bool]:
@@ -3534,13 +3507,6 @@ class Deletions(Job):
                 where = locate(file_path, call_id, self.agent.config.recordings_dir)[0]
                 if where == upload.directory:
                     yield pending
-
-    def _failed(self, upload: Upload, error: str) -> float:
-        self.store.run(DELETION_FAILED, seq=upload.seq, directory=upload.directory, error=error)
-        topic, about = f"deletion {upload.seq}", {"SEQ": upload.seq, "CALL_ID": upload.directory}
-        text = f"uploaded recording {upload.seq} cannot be deleted, tried again later: {error}"
-        self.repeats.say(topic, error, logging.WARNING, "deletion_failed", text, **about)
-        return backoff(upload.tries + 1, 1.0)
 
 
 PRUNE_AFTER: Final = 300.0  # old rows, the first time after a start
@@ -3570,8 +3536,7 @@ class Housekeeping(Job):
             pruned = self.agent.store.run(PRUNE, days=days)[0]
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
-            repeats = self.agent.voice.repeats
-            repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
+            self.agent.voice.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
             return False
         if any(pruned):
             text = "pruned {} old rows of the outbox, {} receipts and {} letters"
@@ -3627,8 +3592,6 @@ class Agent:
         self.voice.jobs = self.jobs
         self.failures = 0  # of the loop, in a row, until all is at rest
 
-    # --- what the jobs tell each other ----------------------------------------------------------
-
     def look(self) -> Look:
         """What there is to do; wakes whom that concerns."""
         look = Look(*self.store.run(LOOK)[0])
@@ -3645,20 +3608,10 @@ class Agent:
         if until:
             self.files.wake()
 
-    def arrived(self) -> None:
-        """No file travels any more: what waited for its end goes on."""
-        if self.store.travelling:
-            self.store.travelling = None
-            self.entries.blind = False
-            self.entries.wake()
-
     def adopt_root(self, root_id: str) -> None:
         self.session.run(ADOPT_ROOT, root_id=root_id)
         self.session.root_id = root_id
-        text = f"{self.config.recordings_dir} is the recordings directory"
-        say(logging.INFO, "root_marked", text)
-
-    # --- the loop -------------------------------------------------------------------------------
+        say(logging.INFO, "root_marked", f"{self.recordings.path} is the recordings directory")
 
     def _loop(self) -> None:
         """Until a signal asks for the end; `once` until there is nothing to do at once. It waits
@@ -3711,14 +3664,6 @@ class Agent:
             self.ledger.results.clear()
             for job in self.jobs:
                 job.close()
-        self._look_anew()
-        troubles = ("standby", "database_lost", "database_outage")
-        over = [self.voice.repeats.over(trouble) for trouble in troubles]
-        if any(over):
-            say(logging.INFO, "recovered", "the database is there, and the lock is ours")
-
-    def _look_anew(self) -> None:
-        """The lock is ours (again)."""
         self.files.reached, self.store.rows = 0, True
         for job in self.jobs:
             job.wake()
@@ -3726,6 +3671,10 @@ class Agent:
             self.store.before = self.store.before or self.session.run("select now()")[0][0]
         elif self.health.untried:
             self.try_now()
+        troubles = ("standby", "database_lost", "database_outage")
+        over = [self.voice.repeats.over(trouble) for trouble in troubles]
+        if any(over):
+            say(logging.INFO, "recovered", "the database is there, and the lock is ours")
 
     def turn(self, ready: Container[int] = ()) -> None:
         """Every job has its turn; what was confirmed is written down before anything else."""
@@ -3782,8 +3731,6 @@ class Agent:
         if getattr(error.__cause__ or error, "sqlstate", None) in ("3F000", "42P01", "42883"):
             self.session.close()  # our schema is gone (a restore?): made anew with the lock
 
-    # --- a signal -------------------------------------------------------------------------------
-
     def reload(self) -> None:
         """SIGHUP: a good configuration takes over, a bad one is refused with its reasons."""
         self.process.reload = False
@@ -3821,8 +3768,6 @@ class Agent:
         self.health.untried = not self.session.locked  # then as soon as it is
         if self.session.locked:
             self.ledger.record([], partial(self.session.run, MAKE_DUE, everything=True))
-
-    # --- the two commands -----------------------------------------------------------------------
 
     def serve(self) -> int:
         """`run`: until a signal asks for the end."""
@@ -3935,6 +3880,7 @@ SOURCES: Final = {
     "ivr-flows": ("/api/ivr-flows/export", "flows"),
 }
 Sounds = Mapping[str, tuple[str | None, str | None]]  # announcement: its audio's URL, its text
+_UUID: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 ANNOUNCEMENT_TYPES: Final = ("greeting", "hold", "ivr", "closed", "recording_notice", "custom")
 AUDIO_URL: Final = "/audio/announcements/"
