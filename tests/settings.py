@@ -197,7 +197,7 @@ class Puller:
             with serversync.Desk(config, "tests") as desk:
                 yield source, serversync.SettingsStore(desk.session)
         finally:
-            source.close()
+            source.settings.close()
 
     def __call__(self, **settings: Any) -> dict[str, serversync.Outcome]:
         """One pull that compares everything; what became of each section."""
