@@ -166,7 +166,7 @@ def test_the_last_day_is_drawn_and_can_be_read_as_a_table(
 ) -> None:
     backend.enqueue_many(30)
     frontend.wait(lambda: len(frontend.entries) == 30)
-    running.wait_sentence("idle")
+    wait_until(lambda: not db.pending(), what="the receipt", state=running.log)
     db.execute("UPDATE serversync.deliveries SET started_at = started_at - interval '5 hours'")
     tab.open(desk(running)[1])
     tab.wait_text("Delivered entries per 15 min", "#plot")

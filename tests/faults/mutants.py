@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     Mutant(
         "a file does not wait for its recording's row",
-        "        if entry.waits_for is not None:\n",
-        "        if False:\n",
+        "        if entry.waits_for is not None:  # its",
+        "        if False:  # its",
         story="what is bad, and what stands behind it",
     ),
     Mutant(

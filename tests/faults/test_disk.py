@@ -373,7 +373,7 @@ def test_a_disk_that_fails_during_a_deletion_loses_nothing_and_sends_nothing_aga
         assert not extra or [path.name for path in each.directory.iterdir()] == [*extra]
 
 
-@pytest.mark.parametrize("call", ["sendfile,preadv,preadv2", "read"], ids=["audio", "meta"])
+@pytest.mark.parametrize("call", ["pread64,preadv,preadv2", "read"], ids=["audio", "meta"])
 def test_a_file_that_fails_in_the_middle_is_never_confirmed_and_arrives_when_it_can_be_read(
     agent: AgentFactory, oracle: Oracle, frontend: Frontend, db: Database, tmp_path: Path, call: str
 ) -> None:
