@@ -99,6 +99,7 @@ class Device:
     terminated_at: float | None = None
     frozen: Spells = field(default_factory=Spells)
     fenced: bool = False
+    last_words: str = ""
 
     def started(self) -> bool:
         return bool(self.agent.lines(" started"))
@@ -274,6 +275,7 @@ class Crew:
 
     def read(self, device: Device, log: str) -> None:
         """What its log says of odd things."""
+        device.last_words = log[-600:]
         if "another sender came between" in log:
             device.fenced = True
             self._count("results thrown away: another sender came between")

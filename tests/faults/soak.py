@@ -912,7 +912,7 @@ class Soak:
                     f"{before.device} had its answer at {before.request.finished:.2f} "
                     f"({before.request.status}, {before.fault or 'no fault'}), was asked to stop "
                     f"at {sender.terminated_at}, killed at {sender.killed_at}, and said at last:\n"
-                    f"{sender.agent.log()[-600:]}"
+                    f"{sender.last_words}"
                 )
         return why
 
