@@ -23,7 +23,7 @@ Can a recording be lost? Five functions answer it
   Files._upload           what is sent, and that it is still the same file afterwards
   Files._stored           what the frontend says that it has (HEAD), before anything is marked
   Store.confirm           marked, and noted for deletion, in one durable transaction
-  Ledger.settle           a result that cannot be written down is kept, or thrown away as a whole
+  Ledger.settle           a result that cannot be written down is kept, before all else
   Recordings.remove       file by file into the trash, compared there with what was sent
 
 Map: three rooms, each of which names nothing of a later one
@@ -1568,8 +1568,8 @@ UPLOADS: Final = """
 select outbox_id, directory, files, tries, root_id from serversync.uploads
 where outbox_id > %(after)s::bigint order by outbox_id limit %(limit)s::int
 """
-# Who else may name a file of this directory: pending recordings first, for they forbid the most;
-# those given up, other uploads. The exact look is the agent's.
+# Who else may name a file of this directory: pending recordings, those given up, other uploads. The
+# exact look is the agent's.
 RIVALS: Final = f"""
 select path, call, pending
 from (select {FILE_PATH} as path, {CALL_ID} as call, true as pending
@@ -1581,7 +1581,6 @@ from (select {FILE_PATH} as path, {CALL_ID} as call, true as pending
       union all
       select null, directory, false from serversync.uploads where outbox_id <> %(seq)s) rival
 where position(%(directory)s in coalesce(path, '')) > 0 or call = %(directory)s
-order by pending desc
 """
 FORGET_UPLOAD: Final = """
 delete from serversync.uploads where outbox_id = %(seq)s and directory = %(directory)s
