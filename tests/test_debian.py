@@ -138,7 +138,7 @@ def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path
         "usr/lib/sysusers.d/serversync.conf",
         "usr/lib/tmpfiles.d/serversync.conf",
         "usr/share/bash-completion/completions/serversync",
-        f"{doc}/CHANGELOG.md",
+        f"{doc}/CHANGELOG.md.gz",
         f"{doc}/README.md.gz",
         f"{doc}/changelog.gz",
         f"{doc}/copyright",
