@@ -659,12 +659,12 @@ def test_a_file_that_changes_during_its_upload_is_set_aside_and_sent_again(
     for number in (1, 2):
         frontend.wait(partial(lambda wanted: long_uploads(frontend)[wanted], number - 1))
         change(call)
-        # What vouches for the endpoint does not make it the file's fault.
-        other = backend.end_call(events=0, seconds=0.1)
+        # What vouches for the endpoint does not make it the file's fault. (It may go before the
+        # next try of the file, or behind it.)
+        backend.end_call(events=0, seconds=0.1)
         gate.release()
         wait_until_aside(db, running, call, "FILE_CHANGED", number)
         assert_not_uploaded(db, backend, call)
-        wait_for_file(frontend, other)
         let_hours_pass(db, 72)
     final = sha256(call.wav)
     gate.release()
