@@ -23,7 +23,7 @@ Can a recording be lost? Five functions answer it
   Files._upload           what is sent, and that it is still the same file afterwards
   Files._stored           what the frontend says that it has (HEAD), before anything is marked
   Store.confirm           marked, and noted for deletion, in one durable transaction
-  Ledger.settle           a result that cannot be written down is kept, before all else
+  Store.settle            a result that cannot be written down is kept, before all else
   Recordings.remove       file by file into the trash, compared there with what was sent
 
 Map: three rooms, each of which names nothing of a later one
@@ -123,10 +123,9 @@ class ConfigError(Exception):
 
 
 Parse = Callable[[str], Any]
-Bounds = tuple[float, float]
 
 
-def _like(pattern: str, what: str, read: Parse = str, bounds: Bounds | None = None) -> Parse:
+def _like(pattern: str, what: str, read: Parse = str, bounds: Any = None) -> Parse:
     """Reads what is written like this and lies in these bounds; else it says what is allowed."""
 
     def parse(text: str) -> Any:
@@ -386,10 +385,7 @@ class Answer:
 
     status: int | None = None
     body: bytes = b""
-    retry_after: str | None = None
-    length: str | None = None
-    date: str | None = None
-    etag: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)  # by their names in lower case
     trouble: Trouble | None = None
     detail: str = ""
     steady: bool = False  # bytes moved until the end: slow, not stuck
@@ -516,10 +512,6 @@ class Stopping(Exception):
     """A signal asked for the end: unwind, mark nothing."""
 
 
-class TimedOut(Exception):
-    """A deadline passed where there was no socket to shut down yet."""
-
-
 class Unavailable(Exception):
     """The database is not there, or not as it must be; a state, not a failure."""
 
@@ -534,10 +526,6 @@ class EntryTrouble(Exception):
     def __init__(self, fate: Fate, code: str, reason: str) -> None:
         super().__init__(reason)
         self.verdict = Verdict(fate, code, reason)
-
-
-class Gone(EntryTrouble):
-    """The audio is not there: perhaps because we removed it ourselves."""
 
 
 # ==================================================================================================
@@ -606,7 +594,7 @@ def cleaned(record: logging.LogRecord) -> bool:
         record.exc_info = None
     for key, value in list(vars(record).items()):
         if key.isupper():
-            setattr(record, key, clean(str(value)))
+            setattr(record, key, str(value) if type(value) is int else clean(str(value)))
     return True
 
 
@@ -636,7 +624,7 @@ def configure_logging(config: Config) -> None:
 
 def say(level: int, event: str, sentence: str, exc_info: bool = False, **more: Any) -> None:
     """One sentence with its fields; a field that is None is left out."""
-    extra = {key: str(value) for key, value in more.items() if value is not None}
+    extra = {key: value for key, value in more.items() if value is not None}
     extra["EVENT"] = event
     log.log(level, "%s", sentence, extra=extra, stacklevel=2, exc_info=exc_info)
 
@@ -702,14 +690,14 @@ class Process:
         if time.monotonic() < min(until, self.stop_at + STOP_GRACE):
             self.progress()
         elif shut is None:
-            raise TimedOut
+            raise TimeoutError
         else:
             shut()
 
     @contextlib.contextmanager
     def deadline(self, seconds: float, shut: Callable[[], None] | None) -> Iterator[None]:
-        """Ends what blocks: shuts its socket, or raises TimedOut where there is none yet. There is
-        never one within another.
+        """Ends what blocks: shuts its socket, or raises TimeoutError where there is none yet. There
+        is never one within another.
 
         Socket time limits are not deadlines: an answer of a byte every 0.4 s outlives a limit of
         1 s, and a signal alone does not end a recv (PEP 475).
@@ -720,7 +708,7 @@ class Process:
             yield
         finally:
             try:
-                self._limit = None  # no TimedOut from here on
+                self._limit = None  # no TimeoutError from here on
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -811,7 +799,7 @@ def _kind(answer: Answer) -> object:
         return "clock"
     if answer.status == 408 and answer.steady:
         return "slow"
-    if answer.status == 503 and retry_after(answer.retry_after, 0.0) is not None:
+    if answer.status == 503 and retry_after(answer.headers.get("retry-after"), 0.0) is not None:
         return "later"
     if answer.status in (400, 422) and answer.said is not None:
         return "rejected"
@@ -857,7 +845,8 @@ def classify(answer: Answer, now: float = 0.0) -> Verdict:
     # As a whole: it is masked before it is cut.
     words = answer.detail or answer.body.decode("utf-8", "replace")
     reason = ": ".join(filter(None, (reason, status, words)))
-    pause = retry_after(answer.retry_after, now) if code == "RATE_LIMITED" else None
+    told = answer.headers.get("retry-after") if code == "RATE_LIMITED" else None
+    pause = retry_after(told, now)
     return Verdict(fate, code, reason, answer.status, pause)
 
 
@@ -932,11 +921,12 @@ def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tup
 
 def confirm_length(look: Answer, size: int) -> Verdict:
     """What a HEAD says of an upload, where it can be trusted."""
-    told = look.status == 200 and (look.length or "").isdigit()
-    if told and look.length == str(size):
+    length = look.headers.get("content-length", "")
+    told = look.status == 200 and length.isdigit()
+    if told and length == str(size):
         return _sent(look)
     if told or look.status == 404:
-        has = look.length if told else "none"
+        has = length if told else "none"
         found = f"SYNC_VERIFY_PATH says that it has {has} of {size} bytes"
         reason = f"stored, but not as it was sent: {found}"
         return Verdict(Fate.SUSPECT, "BAD_RESPONSE", reason, look.status)
@@ -1631,7 +1621,8 @@ with sent as (
 ), resolved as (
     update serversync.dead_letters d set status = 'RESOLVED', updated_at = now()
     from sent s
-    where d.outbox_id = s.id and d.entity_id = s.entity_id and d.status <> 'RESOLVED'
+    where exists (select from serversync.dead_letters)  -- else not even looked for
+      and d.outbox_id = s.id and d.entity_id = s.entity_id and d.status <> 'RESOLVED'
 ), accepted as (
     delete from serversync.counters
     where name = 'deaths_in_row' and label in (select entity_type from tally)
@@ -1665,7 +1656,7 @@ with kept as (
     insert into serversync.uploads (outbox_id, directory, files, root_id)
     select o.id, %(directory)s::text, %(files)s::jsonb, s.root_id
     from sync_outbox o cross join serversync.sender s
-    where o.id = %(seq)s::bigint and o.processed_at is not null
+    where o.id = any (%(seqs)s::bigint[]) and o.processed_at is not null
     on conflict (outbox_id, directory) do update set files = excluded.files,
         root_id = excluded.root_id, uploaded_at = now(), tries = 0, error = null
     returning 1
@@ -1774,6 +1765,7 @@ DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are
 INDEX_DEADLINE: Final = 600.0
 CORRUPT: Final = ("XX000", "XX001", "XX002")
 LOCKED: Final = ("55P03", "57014")  # somebody holds a row: later
+RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is sent
 BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
 # What the agent makes of the backend's outbox: whether it is there, and how it is made.
 OPTIONAL: Final = (
@@ -1850,7 +1842,7 @@ class Session:
             if self._identity and self.run(END_PREVIOUS, **self._identity):
                 time.sleep(0.2)  # until its lock is free
             self._identity = dict(zip(("pid", "start"), self.run(IDENTITY)[0], strict=True))
-        except (psycopg.Error, Lost, OSError, UnicodeError, TimedOut) as error:
+        except (psycopg.Error, Lost, OSError, UnicodeError) as error:
             self.process.check()
             why = str(error) or "it does not answer"
             raise Unavailable(f"the database is not there: {why}") from None
@@ -1983,8 +1975,9 @@ class Store:
         self.run = session.run
         self.rows = True  # there may be some in `waiting`
         self.before: datetime | None = None  # `once` retries what failed before it began
-        self.unwritten: list[Result] = []
         self.travelling: FileEntry | None = None  # the file under way
+        self.unwritten: list[Result] = []
+        self._again_at = 0.0
 
     def _left_out(self) -> dict[str, Any]:
         """Through at the frontend, but not written down yet; and whose file travels."""
@@ -2002,9 +1995,6 @@ class Store:
         """The one value of its first row, or None."""
         row = self.first(sql, **params)
         return row[0] if row else None
-
-    def last(self) -> int:
-        return int(self.value(LAST) or 0)
 
     def fetch(self, after: int, until: int, size: int, most: int, at_all: int) -> Batch:
         """The next entries, as one body of so many bytes; a larger one alone, if it may go."""
@@ -2030,9 +2020,9 @@ class Store:
         params = vars(receipt) | {"status": answer.status, "seconds": answer.duration}
         params |= {"seqs": list(seqs), "answer_sha256": digest}
         if receipt.kind == "file":
-            with self.session.session() as conn, conn.transaction():
-                marked = conn.execute(CONFIRM, params).fetchall()[0][0]
-                conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})
+            with self.session.session() as conn:  # one message: both, or neither
+                both = psycopg.ClientCursor(conn).execute(f"{CONFIRM}; {KEEP_UPLOAD}", params)
+                marked = both.fetchall()[0][0]
         else:
             marked = int.from_bytes(HOT_CONFIRM.run(self.session, params)[0], "big")
         if marked < len(seqs) and any(self.past(seq, readable=False) for seq in seqs):
@@ -2052,6 +2042,49 @@ class Store:
     def bury(self, seq: int, verdict: Verdict, step: Step) -> None:
         blamed = verdict.fate is Fate.REJECTED
         self.run(BURY, seq=seq, blamed=blamed, **vars(verdict), **vars(step))
+
+    def record(
+        self, seqs: Sequence[int], write: Callable[[], object], file: FileEntry | None = None
+    ) -> None:
+        """A result must be written down. One that cannot be is kept, and nothing else is sent
+        before it; one that only waits for a lock lets the others go on. The last thing in a step:
+        if it fails, the loop comes back to it before anything else."""
+        self.unwritten.append(Result(seqs, write, file))
+        with contextlib.suppress(NotRecorded, Lost):
+            self.settle()
+
+    @property
+    def stuck(self) -> bool:
+        waiting = self.unwritten
+        return len(waiting) >= RESULTS_ASIDE or not all(each.locked for each in waiting)
+
+    @property
+    def settle_at(self) -> float:
+        """When a result that waits for a lock is tried again."""
+        return self._again_at if any(each.locked for each in self.unwritten) else float("inf")
+
+    def settle(self) -> None:
+        """Raises what keeps a result from being written. It may take for ever."""
+        began = time.monotonic()
+        again = began >= self._again_at
+        for result in [each for each in self.unwritten if again or not each.locked]:
+            try:
+                result.write()
+            except Lost:
+                raise
+            except Exception as error:
+                state = getattr(error, "sqlstate", None)
+                result.locked = state in LOCKED
+                if result.locked:
+                    continue
+                if state:
+                    raise NotRecorded(str(error)) from error
+                self.unwritten.remove(result)  # a bug of ours: it would be so for ever
+                raise
+            self.unwritten.remove(result)
+        if began >= self.settle_at:
+            now = time.monotonic()
+            self._again_at = now + max(1.0, SHARE * (now - began))
 
 
 # ==================================================================================================
@@ -2233,7 +2266,7 @@ class Exchange:
                 self._check(sock)
                 yield self._push(sock)
             answer = yield from self._answer(sock, source)
-        except (OSError, ValueError, TimedOut, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             wire.process.check()
             said = getattr(error, "verify_message", "") or getattr(error, "strerror", "")
             detail = str(said or error) or "time is up"
@@ -2331,10 +2364,7 @@ class Exchange:
         return Answer(
             status=response.status,
             body=bytes(text),
-            retry_after=headers.get("Retry-After"),
-            length=length,
-            date=headers.get("Date"),
-            etag=headers.get("ETag") or "",
+            headers={name.lower(): value for name, value in headers.items()},
             detail="" if whole else f"an answer longer than {self.answer_max // 1024} KiB",
             complete=complete,
         )
@@ -2594,8 +2624,8 @@ class Recordings:
             try:
                 folder = stack.enter_context(held(os.open(directory, _OPEN_DIR, dir_fd=root)))
                 fd = stack.enter_context(held(open_plain(folder, name)))
-            except FileNotFoundError:
-                raise Gone(*missing, f"{directory}/{name} is not there") from None
+            except FileNotFoundError as error:
+                raise EntryTrouble(*missing, f"{directory}/{name} is not there") from error
             except OSError as error:
                 raise local_trouble(error, f"{directory}/{name}") from None
             if not mount_of(root) == mount_of(folder) == mount_of(fd):
@@ -2695,7 +2725,7 @@ class Recordings:
 # ==================================================================================================
 # Jobs: what they share
 # A job does one bounded piece of work at a time; the agent's loop drives all of them. What they
-# share: results that must be written down, the endpoints' health, and a voice.
+# share: the endpoints' health, and a voice.
 # ==================================================================================================
 
 
@@ -2747,58 +2777,6 @@ class Job:
     def close(self) -> None:
         self._turns.close()
         self._turns, self.wait = self.turns(), AT_ONCE
-
-
-RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is sent
-
-
-class Ledger:
-    """Results that must be written down. One that cannot be is kept, and nothing else is sent
-    before it; but one that only waits for a lock lets the others go on."""
-
-    def __init__(self, store: Store) -> None:
-        self.results = store.unwritten
-        self._again_at = 0.0
-
-    def record(
-        self, seqs: Sequence[int], write: Callable[[], object], file: FileEntry | None = None
-    ) -> None:
-        """The last thing in a step: if it fails, the loop comes back to it before anything else."""
-        self.results.append(Result(seqs, write, file))
-        with contextlib.suppress(NotRecorded, Lost):
-            self.settle()
-
-    @property
-    def stuck(self) -> bool:
-        return len(self.results) >= RESULTS_ASIDE or not all(each.locked for each in self.results)
-
-    @property
-    def wait(self) -> float:
-        """When a result that waits for a lock is tried again."""
-        return self._again_at if any(each.locked for each in self.results) else float("inf")
-
-    def settle(self) -> None:
-        """Raises what keeps a result from being written. It may take for ever."""
-        began = time.monotonic()
-        again = began >= self._again_at
-        for result in [each for each in self.results if again or not each.locked]:
-            try:
-                result.write()
-            except Lost:
-                raise
-            except Exception as error:
-                state = getattr(error, "sqlstate", None)
-                result.locked = state in LOCKED
-                if result.locked:
-                    continue
-                if state:
-                    raise NotRecorded(str(error)) from error
-                self.results.remove(result)  # a bug of ours: it would be so for ever
-                raise
-            self.results.remove(result)
-        if began >= self.wait:
-            now = time.monotonic()
-            self._again_at = now + max(1.0, SHARE * (now - began))
 
 
 class Health:
@@ -2896,7 +2874,7 @@ class Delivery(Job):
             other.succeeded(1)
             self.voice.repeats.over(other.name)
         if ended or others:
-            agent.ledger.record([], partial(agent.store.run, MAKE_DUE, everything=False))
+            agent.store.record([], partial(agent.store.run, MAKE_DUE, everything=False))
             agent.entries.wake()
             agent.files.wake()
         if ended:
@@ -2966,7 +2944,7 @@ class Delivery(Job):
         in_outage = self.endpoint.outage is not None
         waits = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
         buried = partial(self.store.bury, seq, verdict, step)
-        self.agent.ledger.record([seq], buried if step.dead else waits)
+        self.store.record([seq], buried if step.dead else waits)
         self.voice.failed(seq, past, verdict, step)
         blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED) and not step.dead
         if blamed and self.endpoint.failed_alone(seq) and not self.endpoint.outage:
@@ -3001,10 +2979,8 @@ class Delivery(Job):
         return seq, now + (left if left > 0.01 else 0.0)
 
 
-def say_sent(event: str, text: str, answer: Answer | None = None, key: str | None = None,
-             **more: Any) -> None:  # fmt: skip
-    if answer is not None:
-        more |= {"HTTP_STATUS": answer.status, "DURATION_MS": round(answer.duration * 1000)}
+def say_sent(event: str, text: str, answer: Answer, key: str | None, **more: Any) -> None:
+    more |= {"HTTP_STATUS": answer.status, "DURATION_MS": round(answer.duration * 1000)}
     more |= {"IDEMPOTENCY_KEY": key, "STATUS_FROM": "queued", "STATUS_TO": "sent"}
     say(logging.INFO, event, text, **more)
 
@@ -3037,7 +3013,7 @@ class Entries(Delivery):
                 self.store.run(SWEEP)
             if not look.entries:
                 self.endpoint.outage = None
-                agent.passed(self.store.last() if look.files else 0)
+                agent.passed(self.store.value(LAST) if look.files else 0)
             elif self.endpoint.outage is not None:
                 yield from self._probe(self.endpoint.outage)
             else:
@@ -3054,7 +3030,7 @@ class Entries(Delivery):
     def _pass(self) -> Steps[None]:
         """From the lowest id on: lower ids may appear late. What comes during it waits for the
         next one."""
-        until = self.store.last()
+        until = self.store.value(LAST) or 0
         after, number = 0, 0
         while not self._stopped():
             if number % PLANS_LAST == 0:
@@ -3165,7 +3141,7 @@ class Entries(Delivery):
             outcome = "conflict_processed" if verdict.code else "sent"
             stored = [seq for seq in seqs if seq not in rejected]
             receipt = Receipt("entries", len(batch.body), batch.key, batch.key, answer, outcome)
-            agent.ledger.record(stored, partial(self.store.confirm, stored, receipt))
+            agent.store.record(stored, partial(self.store.confirm, stored, receipt))
             if stored:
                 self.succeeded(len(seqs))
             voice.tally.entries += len(stored)
@@ -3197,7 +3173,7 @@ class Entries(Delivery):
     def _probe(self, outage: Outage) -> Steps[None]:
         """In an outage one entry goes: the newest that nothing unsent precedes, else the one that
         has waited longest. It kills nothing."""
-        newest, health = self.store.last(), self.health
+        newest, health = self.store.value(LAST) or 0, self.health
         is_new = outage.by_entries and newest > self.endpoint.seen
         if self.blind or (time.monotonic() < outage.due and not is_new):
             return
@@ -3300,10 +3276,11 @@ class Files(Delivery):
 
     def _not_sent(self, seq: int, error: Exception, uploaded: bool) -> None:
         """The reason lies here."""
-        if uploaded and isinstance(error, Gone):  # that is what we left behind
+        if uploaded and isinstance(error.__cause__, FileNotFoundError):  # we removed it
             receipt = Receipt("none", 0, "", None, Answer(), "already_uploaded")
-            self.agent.ledger.record([seq], partial(self.store.confirm, [seq], receipt))
-            say_sent("file_already_uploaded", f"recording {seq} was uploaded before", SEQ=seq)
+            self.store.record([seq], partial(self.store.confirm, [seq], receipt))
+            text = f"recording {seq} was uploaded before"
+            say_sent("file_already_uploaded", text, receipt.answer, None, SEQ=seq)
             return
         if isinstance(error, EntryTrouble):
             verdict = error.verdict
@@ -3384,7 +3361,7 @@ class Files(Delivery):
         yield from self.pause()
         for _ in range(3):  # an answer that tells nothing is asked for again
             look = yield from frontend.stored_length(entry.call_log_id, entry.recording_id)
-            told = look.status == 200 and (look.length or "").isdigit()
+            told = look.status == 200 and look.headers.get("content-length", "").isdigit()
             if told or look.status == 404:
                 break
             until = time.monotonic() + 1.0
@@ -3429,7 +3406,7 @@ class Files(Delivery):
             self.store.confirm([entry.seq], receipt)
             self.agent.deletions.wake()  # now: it may have waited for a lock
 
-        self.agent.ledger.record([entry.seq], write, entry)
+        self.store.record([entry.seq], write, entry)
         self.succeeded(1)
         self.voice.tally.files += 1
         self.voice.tally.bytes += ready.size
@@ -3580,7 +3557,6 @@ class Agent:
         self.config, self.process, self.once = config, process, once
         self.session = Session(config.database_url, config.device_id, process)
         self.store = Store(self.session)
-        self.ledger = Ledger(self.store)
         self.frontend = Frontend(config, process)
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
@@ -3628,7 +3604,7 @@ class Agent:
                     self.hold()
                     self.turn(ready)
                     now = time.monotonic()
-                    waits = self.once and self.ledger.wait < float("inf")
+                    waits = self.once and self.store.settle_at < float("inf")
                     give_up_at = min(give_up_at, now + LOCK_PATIENCE) if waits else float("inf")
                     if self.idle() or now > give_up_at:
                         self.failures = 0
@@ -3659,9 +3635,9 @@ class Agent:
                 raise  # later it is a state: a restore may be under way
             raise Unavailable(" ".join(str(error).split())) from None
         if self.session.generation != generation:  # the rows may be others
-            if self.ledger.results or any(job.under_way for job in self.jobs):
+            if self.store.unwritten or any(job.under_way for job in self.jobs):
                 say(logging.WARNING, "fenced", "another sender came between: a result is discarded")
-            self.ledger.results.clear()
+            self.store.unwritten.clear()
             for job in self.jobs:
                 job.close()
         self.files.reached, self.store.rows = 0, True
@@ -3680,8 +3656,8 @@ class Agent:
         """Every job has its turn; what was confirmed is written down before anything else."""
         for job in self.jobs:
             self.process.check()
-            self.ledger.settle()
-            if self.ledger.stuck:
+            self.store.settle()
+            if self.store.stuck:
                 break
             try:
                 job.step(time.monotonic(), ready)
@@ -3699,7 +3675,7 @@ class Agent:
     def idle(self) -> bool:
         now = time.monotonic()
         resting = all(not job.under_way and job.wait.until > now for job in self.jobs)
-        return resting and not self.store.travelling and self.ledger.wait == float("inf")
+        return resting and not self.store.travelling and self.store.settle_at == float("inf")
 
     def rest(self, resume_at: float) -> set[int]:
         """The one wait point: the database's socket, those of the requests under way, and signals;
@@ -3707,11 +3683,11 @@ class Agent:
         self.process.progress()
         if time.monotonic() < resume_at:
             return self.process.wait(resume_at)
-        jobs = [] if self.ledger.stuck else self.jobs
+        jobs = [] if self.store.stuck else self.jobs
         sockets = [(job.wait.fd, job.wait.events) for job in jobs if job.under_way]
         if self.session.conn is not None:
             sockets.append((self.session.conn.fileno(), select.POLLIN))
-        until = min([self.ledger.wait, *(job.wait.until for job in jobs)])
+        until = min([self.store.settle_at, *(job.wait.until for job in jobs)])
         return self.process.wait(until, sockets)
 
     def pause_after(self, error: Exception) -> float:
@@ -3767,7 +3743,7 @@ class Agent:
             self.voice.repeats.over(endpoint.name)
         self.health.untried = not self.session.locked  # then as soon as it is
         if self.session.locked:
-            self.ledger.record([], partial(self.session.run, MAKE_DUE, everything=True))
+            self.store.record([], partial(self.session.run, MAKE_DUE, everything=True))
 
     def serve(self) -> int:
         """`run`: until a signal asks for the end."""
@@ -4921,10 +4897,13 @@ class Pull:
     """One snapshot: fetched request by request, then applied at once."""
 
     def __init__(
-        self, config: Config, frontend: Frontend, store: SettingsStore, etags: Mapping[str, str]
-    ) -> None:
+        self, config: Config, frontend: Frontend, store: SettingsStore,
+        etags: Mapping[str, str], whole: bool,
+    ) -> None:  # fmt: skip
         self.config, self.frontend, self.store = config, frontend, store
         self.etags = etags  # of what stands in the tables; empty: everything is wanted
+        self.whole = whole  # everything is merged, so that what others changed is put back
+        self.began = time.monotonic()
         self.known = store.known()
         self.todo = list(SOURCES)
         self.same: list[str] = []
@@ -4940,7 +4919,7 @@ class Pull:
             self.same.append(name)
         else:
             settings_answer(name, answer)
-            self.bodies[name], self.found[name] = answer.body, answer.etag
+            self.bodies[name], self.found[name] = answer.body, answer.headers.get("etag", "")
         self.todo.pop(0)
         if not self.todo and self.bodies and self.same:  # sections point at each other
             self.todo, self.same, self.etags = self.same, [], {}
@@ -4981,10 +4960,8 @@ class Pull:
             self._outcome(flows, missing, elapsed),
         ]
 
-    def apply(
-        self, elapsed: float = 0.0, whole: bool = True, really: bool = True, most: int = 5
-    ) -> list[Outcome]:
-        """Merges what is new, or (whole) everything, so that what others changed is put back."""
+    def apply(self, elapsed: float = 0.0, really: bool = True, most: int = 5) -> list[Outcome]:
+        """Merges what is new, or everything."""
         missing = self.store.missing()
         outcomes = self.outcomes(missing, elapsed)
         replaced = self.config.local_numbers == "replace"
@@ -4993,14 +4970,14 @@ class Pull:
             for outcome in outcomes:
                 known = outcome.known
                 new = known.digest != outcome.section.digest or known.error is not None
-                if not outcome.held[0] and (whole or new):
+                if not outcome.held[0] and (self.whole or new):
                     self.store.merge(conn, outcome, missing, replaced, really, most)
                 if really:
                     self.store.save(conn, outcome)
                 if outcome.section.name == "announcements" and outcome.applied and really:
                     rows = json.dumps(audio_of(outcome.section))
                     conn.execute(AUDIO_WANTED, {"rows": rows})
-            if really and whole:
+            if really and self.whole:
                 self.store.heartbeat(conn, missing)
 
         if really:
@@ -5218,7 +5195,9 @@ class Audio:
             ours = [*file.files[-9:], made]
             self.store.run(AUDIO_WRITING, name=file.name, files=json.dumps(ours))
             self.files.put(folder, download, file)
-            self._done(file, [made], answer.etag or None, f"fetched ({human(download.size)})")
+            self._done(
+                file, [made], answer.headers.get("etag"), f"fetched ({human(download.size)})"
+            )
         finally:
             download.close()
 
@@ -5271,7 +5250,6 @@ class Settings(Job):
         super().__init__()
         self.agent = agent
         self.store = SettingsStore(agent.session.session)
-        self.repeats = agent.voice.repeats
         self.trouble: Verdict | None = None
         self.since = 0.0
         self.held: dict[str, str] = {}
@@ -5285,9 +5263,8 @@ class Settings(Job):
         self.pull: Pull | None = None
         self.etags: dict[str, str] = {}
         self.tries = self.audio_tries = 0
-        self.due = self.audio_due = self.began = 0.0
+        self.due = self.audio_due = 0.0
         self.whole_at = float("-inf")
-        self.whole = True
         if not agent.config.frontend_sync_interval_sec:
             self.trouble, self.held = None, {}
         self.wake()
@@ -5351,7 +5328,7 @@ class Settings(Job):
             self.since = now
         self.trouble = replace(verdict, reason=reason)
         text = f"no settings now, the last good ones stay: {reason}"
-        self.repeats.say(
+        self.agent.voice.repeats.say(
             "settings", verdict.code, logging.WARNING, "settings_failed", text,
             ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
         )  # fmt: skip
@@ -5366,12 +5343,10 @@ class Settings(Job):
     def _pull(self) -> Steps[None]:
         now = time.monotonic()
         if self.pull is None:
-            self.began = now
-            self.whole = (
-                now - self.whole_at + self.agent.config.frontend_sync_interval_sec > WHOLE_SEC
-            )
-            etags = {} if self.whole or self.held else self.etags
-            self.pull = Pull(self.agent.config, self.agent.frontend, self.store, etags)
+            config = self.agent.config
+            whole = now - self.whole_at + config.frontend_sync_interval_sec > WHOLE_SEC
+            etags = {} if whole or self.held else self.etags
+            self.pull = Pull(config, self.agent.frontend, self.store, etags, whole)
         pull = self.pull
         if not (yield from pull.fetch()):
             return
@@ -5380,27 +5355,27 @@ class Settings(Job):
         self.pull = None
         elapsed = 0.0 if self.finished is None else now - self.finished
         self._finish(pull, elapsed)
-        self._rest(self.began, 300.0 if self.finished is None else 0.0)
+        self._rest(pull.began, 300.0 if self.finished is None else 0.0)
         self.tries, self.finished = 0, now
         self.store.run(AUDIO_AGE, elapsed=elapsed)
         self.audio_due = 0.0
         if self.trouble is not None:
             say(logging.INFO, "recovered", f"settings: recovered after {now - self.since:.0f} s")
-            self.repeats.over("settings")
+            self.agent.voice.repeats.over("settings")
             self.trouble = None
 
     def _finish(self, pull: Pull, elapsed: float) -> None:
         if pull.unchanged:
             self.store.run(SETTINGS_SAME)
             return
-        outcomes = pull.apply(elapsed, self.whole)
+        outcomes = pull.apply(elapsed)
         for outcome in outcomes:
             self._tell(outcome)
         well = all(not outcome.error and not outcome.held[0] for outcome in outcomes)
         tags = {name: etag for name, etag in pull.found.items() if etag}
         self.etags = tags if well and len(tags) == len(SOURCES) else {}
-        if self.whole:
-            self.whole_at = self.began
+        if pull.whole:
+            self.whole_at = pull.began
             with contextlib.suppress(AudioTrouble):  # said when there is a file to be put there
                 self.audio.look()
 
@@ -5444,7 +5419,7 @@ class Settings(Job):
         try:
             yield from self.audio.handle(file)
             self.audio_tries = 0
-            self.repeats.over(f"audio {file.name}")
+            self.agent.voice.repeats.over(f"audio {file.name}")
         except AudioTrouble as trouble:
             self._audio_failed(file, str(trouble))
         except NotNow as why:  # of all files: an outage, a token
@@ -5456,7 +5431,7 @@ class Settings(Job):
     def _audio_failed(self, file: AudioFile, reason: str) -> None:
         error = self.audio.failed(file, reason)
         text = f"announcement audio {file.name} has to wait: {error}"
-        self.repeats.say(
+        self.agent.voice.repeats.say(
             f"audio {file.name}", error, logging.WARNING, "audio_failed", text, FILE=file.name
         )
 
@@ -7114,7 +7089,7 @@ def pull_now(
     config: Config, frontend: Frontend, store: SettingsStore, really: bool, process: Process
 ) -> list[Outcome]:
     for _ in range(5):
-        pull = Pull(config, frontend, store, {})
+        pull = Pull(config, frontend, store, {}, whole=True)
         while not drive(pull.fetch(), process):
             pass
         try:
@@ -7757,7 +7732,9 @@ class Doctor:
 
     def clock(self) -> Findings:
         try:
-            off = time.time() - parsedate_to_datetime(self.answer.date or "").timestamp()
+            off = (
+                time.time() - parsedate_to_datetime(self.answer.headers.get("date", "")).timestamp()
+            )
         except ValueError:
             raise Skip("the frontend's answer has no date") from None
         text = f"{abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the frontend's"

@@ -14,7 +14,10 @@ HOUR, DAY = 3600.0, 86400.0
 MARGIN = 1.4  # the figures are those of one jitter
 STORED, BROKEN = Answer(200, b'{"ok": true}'), Answer(500)
 REFUSED = Answer(400, b'{"error": "no"}')
-LATER, MUCH_LATER = Answer(429, retry_after="60"), Answer(429, retry_after="3600")
+LATER, MUCH_LATER = (
+    Answer(429, headers={"retry-after": "60"}),
+    Answer(429, headers={"retry-after": "3600"}),
+)
 Simulate = Callable[..., Box]
 
 

@@ -99,11 +99,11 @@ UNCONFIRMED: dict[tuple[str, Fate], list[Answer]] = {
     ("TOO_LARGE", Fate.SUSPECT): [got(413, {"error": "too large"}), got(413, "<h1>413</h1>")],
     ("RATE_LIMITED", Fate.SUSPECT): [
         got(429, {"error": "slow down"}),
-        got(503, PORTAL, retry_after="60"),
+        got(503, PORTAL, headers={"retry-after": "60"}),
     ],
     ("FRONTEND_5XX", Fate.SUSPECT): [
         *(got(status, BOTH) for status in (500, 501, 502, 503, 504, 507, 599)),
-        got(503, PORTAL, retry_after="soon"),
+        got(503, PORTAL, headers={"retry-after": "soon"}),
     ],
     ("CONFLICT", Fate.SUSPECT): [
         *(got(409, body) for body in (b"", "<h1>Conflict</h1>", [BOTH])),
@@ -299,8 +299,8 @@ def test_an_upload_stored_with_another_size_is_not_confirmed(status: int, stored
 @pytest.mark.parametrize(
     ("look", "fate", "code"),
     [
-        (got(200, length=str(SIZE)), Fate.SENT, ""),
-        (got(200, length=str(SIZE - 1)), Fate.SUSPECT, "BAD_RESPONSE"),
+        (got(200, headers={"content-length": str(SIZE)}), Fate.SENT, ""),
+        (got(200, headers={"content-length": str(SIZE - 1)}), Fate.SUSPECT, "BAD_RESPONSE"),
         (got(404), Fate.SUSPECT, "BAD_RESPONSE"),
         # Nothing is told.
         (got(200), Fate.SUSPECT, "BAD_RESPONSE"),
@@ -370,9 +370,9 @@ def test_retry_after_is_read_as_seconds_or_a_date_and_never_exceeds_an_hour(
     text: str | None, pause: float | None
 ) -> None:
     assert retry_after(text, NOW) == pause
-    verdict = classify(got(429, {}, retry_after=text), NOW)
+    verdict = classify(got(429, {}, headers={"retry-after": text}), NOW)
     assert (verdict.code, verdict.retry_after) == ("RATE_LIMITED", pause)
-    verdict = classify(got(503, {}, retry_after=text), NOW)
+    verdict = classify(got(503, {}, headers={"retry-after": text}), NOW)
     code = "FRONTEND_5XX" if pause is None else "RATE_LIMITED"
     assert (verdict.code, verdict.retry_after) == (code, pause)
 
@@ -396,7 +396,7 @@ def test_any_retry_after_is_nothing_or_up_to_an_hour(text: str, now: float) -> N
 
 @pytest.mark.parametrize("status", [200, 302, 413, 500, 502, 504])
 def test_retry_after_counts_only_with_429_and_503(status: int) -> None:
-    assert classify(got(status, {}, retry_after="120"), NOW).retry_after is None
+    assert classify(got(status, {}, headers={"retry-after": "120"}), NOW).retry_after is None
 
 
 @given(st.integers(1, 1000), st.floats(0, 3600), st.floats(0, 1))
@@ -449,7 +449,9 @@ ANSWERS = st.builds(
     Answer,
     status=STATUSES,
     body=BODIES,
-    retry_after=st.none() | st.text(max_size=10) | st.sampled_from(["5", "Fri"]),
+    headers=st.fixed_dictionaries(
+        {}, optional={"retry-after": st.text(max_size=10) | st.sampled_from(["5", "Fri"])}
+    ),
     detail=st.sampled_from(["", "detail"]),
     steady=st.booleans(),
     complete=st.booleans(),

@@ -901,13 +901,13 @@ import psycopg
 def write():
     print("tried")
     raise psycopg.errors.DiskFull
-agent.ledger.record([1], write)
-print("stuck" if agent.ledger.stuck else "free")
+agent.store.record([1], write)
+print("stuck" if agent.store.stuck else "free")
 """
 AGAIN = """
 agent.session.close()
 agent.hold()
-print(len(agent.ledger.results))
+print(len(agent.store.unwritten))
 """
 BETWEEN = 'agent.session.run("update serversync.sender set epoch = epoch + 1")\n'
 

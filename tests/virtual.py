@@ -242,7 +242,6 @@ class Box(serversync.Agent):
         self.clock, self.connection = clock, Connection("", "", PROCESS)
         self.session, self.session.locked = self.connection, True
         self.store = self.outbox = Outbox(self.session, clock)
-        self.ledger = serversync.Ledger(self.store)
         self.frontend = self.line = Frontend(answers, clock)
         self.entries = serversync.Entries(self)
         self.jobs = [self.entries]

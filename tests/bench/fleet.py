@@ -41,8 +41,8 @@ STORED = Answer(200, b'{"ok": true}')
 DOWN = Answer(502, b"<html>Bad Gateway</html>", duration=ROUND_TRIP)
 SHED = {
     "503": Answer(503, b"<html>busy</html>", duration=ROUND_TRIP),
-    "503 with Retry-After": Answer(503, b"", retry_after="60", duration=ROUND_TRIP),
-    "429": Answer(429, b"{}", retry_after="60", duration=ROUND_TRIP),
+    "503 with Retry-After": Answer(503, b"", headers={"retry-after": "60"}, duration=ROUND_TRIP),
+    "429": Answer(429, b"{}", headers={"retry-after": "60"}, duration=ROUND_TRIP),
     "refuse": Answer(trouble=Trouble.UNREACHABLE, detail="refused", duration=ROUND_TRIP),
 }
 

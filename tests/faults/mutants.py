@@ -241,7 +241,7 @@ MUTANTS = [
     # Outages and retries
     Mutant(
         "the end of an outage makes nothing due (MAKE_DUE)",
-        "agent.ledger.record([], partial(agent.store.run, MAKE_DUE, everything=False))\n",
+        "agent.store.record([], partial(agent.store.run, MAKE_DUE, everything=False))\n",
         "pass\n",
         (OUTAGES, FLOW),
     ),
@@ -297,14 +297,14 @@ MUTANTS = [
         story="the database goes when something is confirmed",
     ),
     Mutant(
-        "what waits to be recorded is sent again (Ledger.skip)",
+        "what waits to be recorded is sent again (Store.skip)",
         "skip = [seq for result in self.unwritten for seq in result.seqs]\n",
         "skip: list[int] = []\n",
         (BLOCKING + "::test_a_locked_row_holds_only_its_own_result",),
     ),
     Mutant(
         "another sender's epoch is ignored (Agent.hold, generation)",
-        "            self.ledger.results.clear()\n",
+        "            self.store.unwritten.clear()\n",
         "",
         (SENDERS, STATE),
     ),
