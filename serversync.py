@@ -1945,16 +1945,13 @@ class Session:
             self.run(SESSION)  # its limits again
         return hints
 
-    def check(self) -> None:
-        """A session that was ended shows here (Lost): others send now. It never waits."""
+    def news(self) -> bool:
+        """Whether somebody called since this was asked last. It never waits; a session that was
+        ended shows here (Lost): others send now."""
         with self.session() as conn:
             conn.pgconn.consume_input()
             while call := conn.pgconn.notifies():
                 self._calls.append(call)
-
-    def news(self) -> bool:
-        """Whether somebody called since this was asked last."""
-        self.check()
         called = bool(self._calls)
         self._calls.clear()
         return called
@@ -3125,7 +3122,6 @@ class Entries(Delivery):
     def _send(self, batch: Batch, most: float) -> Steps[Verdict]:
         """One request; what was confirmed is recorded before anything else happens."""
         agent, voice, seqs = self.agent, self.voice, batch.seqs
-        agent.session.check()  # others may send these now
         done, since = voice.tally.entries, time.monotonic() - voice.tally.started
         voice.inflight = len(seqs)
         if self.endpoint.outage is None:
@@ -3309,7 +3305,6 @@ class Files(Delivery):
             agent.recordings.root(agent.session.root_id, agent.adopt_root) as root,
             agent.recordings.opened(root, entry, grace_over) as ready,
         ):
-            agent.session.check()
             self.store.travelling = entry
             while agent.entries.under_way:  # it may hold what this would be written over by
                 yield Wait(time.monotonic() + 0.2)

@@ -55,9 +55,6 @@ class Connection(Session):
 
     called = False
 
-    def check(self) -> None:
-        pass
-
     def news(self) -> bool:
         called, self.called = self.called, False
         return called
