@@ -3338,6 +3338,7 @@ class Files(Delivery):
     def _shown(self, steps: Steps[Answer], entry: FileEntry, ready: Ready) -> Steps[Answer]:
         """What is uploaded, with its progress."""
         began, text = time.monotonic(), f"uploading recording {entry.seq}"
+        wire = self.agent.frontend.files  # a reload makes others
         more: dict[str, object] = {"kind": "upload", "seq": entry.seq, "size": ready.size}
         while True:
             try:
@@ -3345,7 +3346,7 @@ class Files(Delivery):
             except StopIteration as end:
                 answer: Answer = end.value
                 return answer
-            sent, seconds = self.agent.frontend.files.sent, time.monotonic() - began
+            sent, seconds = wire.sent, time.monotonic() - began
             more |= {"bytes": min(sent, ready.size), "seconds": seconds}
             self.voice.busy(f"{text}: {human(sent)} of {human(ready.size)}", **more)
             yield wait
@@ -3760,7 +3761,8 @@ class Agent:
         busy: list[Job] = [self.entries, self.files]
         with contextlib.suppress(Lost, Unavailable, Stopping, psycopg.Error):
             while (busy := [job for job in busy if job.under_way]) and time.monotonic() < until:
-                self.process.wait(until, [(job.wait.fd, job.wait.events) for job in busy])
+                due = min(until, *(job.wait.until for job in busy))
+                self.process.wait(due, [(job.wait.fd, job.wait.events) for job in busy])
                 for job in busy:
                     job.step(float("inf"), ())
 
@@ -3776,6 +3778,7 @@ class Agent:
             say(logging.ERROR, "unavailable", str(error))
             return EX_UNAVAILABLE
         except Stopping:
+            self._finish()
             say(logging.WARNING, "stopped", "stopped before the end")
             return EX_TEMPFAIL
         finally:

@@ -1,6 +1,7 @@
 """The agent as a service: waking up, notifying systemd, stopping, reloading, reconnecting."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ PING = WATCHDOG_SEC / 4
 WATCHDOG: dict[str, Any] = {"WATCHDOG_USEC": int(WATCHDOG_SEC * 1e6)}
 # Promised are two seconds; the machine may be busy with other tests.
 STOP_WITHIN = 4.0
+KINDS = pytest.mark.parametrize("kind", ["entries", "file"])
 
 
 def no_trigger(db: Database) -> None:
@@ -316,6 +318,96 @@ def test_sighup_that_ends_the_session_makes_everything_due_all_the_same(
     frontend.wait(lambda: seq in frontend.seqs(), what="the retry")
 
 
+def seqs_of(request: Request) -> list[int]:
+    return [entry["seq"] for entry in request.entries]
+
+
+class Held:
+    """A frontend whose answers of a kind wait until the test lets them go; those that have `begun`
+    after their heads."""
+
+    def __init__(self, frontend: Frontend, kind: str, begun: bool = False) -> None:
+        self.kind, self.frontend, self.begun = kind, frontend, begun
+        self.told = threading.Event()
+        setattr(frontend, f"on_{kind}", self._hold)
+
+    def _hold(self, request: Request) -> Reply | None:
+        if self.told.is_set() or not self.begun:
+            self.told.wait(60)
+            return None
+        answer = self.frontend.file_reply(request.file) if request.file else {"ok": True}
+        text = json.dumps(answer).encode()
+        connection: Any = threading.current_thread()
+        connection.sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text))
+        self.told.wait(60)
+        return Reply(raw=text, store=True)
+
+    def wait(self) -> None:
+        """Until the first request is complete, and waits for its answer."""
+
+        def complete() -> bool:
+            first = self.frontend.of_kind(self.kind)[0]
+            return bool(first.entries or first.file)
+
+        self.frontend.wait(complete, what=f"a request of kind {self.kind}")
+
+
+@KINDS
+def test_sighup_during_once_is_for_what_follows_and_what_is_under_way_goes_on(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, tmp_path: Path,
+    kind: str,
+) -> None:  # fmt: skip
+    held = Held(frontend, kind)
+    calls = [backend.end_call(seconds=0.1) for _ in range(2)]
+    running = agent(args=("once",), SYNC_BATCH_SIZE=1)
+    held.wait()
+    with Frontend(tmp_path / "other") as other:
+        running.update_env(agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=100))
+        running.hup()
+        running.wait_log("was read again")
+        held.told.set()
+        assert running.wait() == 0
+        assert not db.pending() and not uploads(db)
+        assert len(frontend.of_kind(kind)) == 1
+        seqs = [seq for call in calls for seq in call.seqs[:4]]
+        here = seqs[:1] if kind == "entries" else seqs
+        assert frontend.seqs() == here
+        # As one batch: the rest of the configuration counts from now on, too.
+        batches = [seqs_of(request) for request in other.of_kind("entries")]
+        assert batches == ([seqs[1:]] if kind == "entries" else [])
+        files = [file.call_log_id for file in [*frontend.uploads, *other.uploads]]
+        assert files == [call.call_log_id for call in calls]
+        assert len(other.uploads) == (2 if kind == "entries" else 1)
+
+
+def test_once_ends_with_its_exit_code_whatever_a_sighup_made_due(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    bad = backend.enqueue()
+    frontend.poison[entity_of(db, bad)] = Reply(500)
+    good = backend.enqueue()
+    goes_on = threading.Event()
+
+    def hook(request: Request) -> None:
+        if good in seqs_of(request):
+            goes_on.wait(60)
+
+    frontend.on_entries = hook
+    running = agent(args=("once",), SYNC_BATCH_SIZE=1)
+    wait_until(lambda: bad in waiting(db), what="its row")
+    frontend.wait(lambda: good in seqs_of(frontend.of_kind("entries")[-1]))
+    running.update_env(agent.env(SYNC_BATCH_SIZE=0))
+    running.hup()
+    running.wait_log("the old configuration stays")
+    running.update_env(agent.env())
+    running.hup()
+    running.wait_log("was read again")
+    goes_on.set()
+    assert running.wait() == 75
+    assert db.pending() == [bad] and frontend.seqs() == [good]
+    assert len(frontend.of_kind("entries")) == 2, "what it made due is for the next one"
+
+
 # -- the end -------------------------------------------------------------------------------------
 
 
@@ -592,6 +684,71 @@ def test_sigint_ends_the_agent_like_sigterm(
     assert "Traceback" not in running.log()
 
 
+@KINDS
+@pytest.mark.parametrize(
+    ("command", "number", "begun"),
+    [("run", signal.SIGTERM, False), ("run", signal.SIGINT, True), ("once", signal.SIGTERM, False)],
+    ids=["all of it", "the rest of it", "of once"],
+)
+def test_what_is_answered_just_after_a_stop_is_written_down_and_nothing_more_is_begun(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, command: str,
+    number: int, kind: str, begun: bool,
+) -> None:  # fmt: skip
+    held = Held(frontend, kind, begun)
+    calls = [backend.end_call() for _ in range(2)]
+    running = agent(args=(command,), SYNC_BATCH_SIZE=1)
+    held.wait()
+    before = db.pending()
+    running.signal(number)
+    held.told.set()
+    assert running.wait() == (75 if command == "once" else 0)
+    assert db.pending() == before[1:]
+    assert len(frontend.of_kind(kind)) == 1
+    if kind == "file":
+        assert backend.upload_status(calls[0])[0] == "uploaded"
+        assert uploads(db) == before[:1], "it is noted for deletion"
+
+    assert agent.once().returncode == 0
+    assert not db.pending() and not uploads(db)
+    assert frontend.seqs() == [seq for call in calls for seq in call.seqs[:4]]
+    assert [file.call_log_id for file in frontend.uploads] == [call.call_log_id for call in calls]
+
+
+def test_the_rest_of_a_paced_upload_that_ends_just_after_a_stop_is_written_down(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    backend.end_call(seconds=10)
+    running = agent(SYNC_UPLOAD_KBPS=2200)  # half a second of it
+    frontend.wait(lambda: frontend.of_kind("file")[0].received)
+    assert running.stop()[0] == 0
+    assert not db.pending()
+
+
+@KINDS
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_answered_too_late_after_a_stop_is_not_marked_and_sent_again_as_the_same(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, number: int, kind: str
+) -> None:
+    """The frontend has it, but nobody heard that: it knows it again by its key."""
+    setattr(frontend, f"on_{kind}", lambda _: Reply(store=True, delay=60))
+    call = backend.end_call()
+    running = agent(SYNC_BATCH_SIZE=1)
+    frontend.wait(lambda: frontend.uploads if kind == "file" else frontend.entries)
+    before = db.pending()
+    running.signal(number)
+    assert running.wait() == 0
+    assert db.pending() == before and not waiting(db)
+    assert backend.upload_status(call) == ("local_only", None)
+    assert not uploads(db) and call.wav.exists() and call.meta.exists()
+
+    frontend.on_entries = frontend.on_file = None
+    assert agent.once(SYNC_BATCH_SIZE=1).returncode == 0
+    assert not db.pending()
+    first, again = frontend.of_kind(kind)[:2]
+    assert first.headers["Idempotency-Key"] == again.headers["Idempotency-Key"]
+    assert len(frontend.seqs()) + len(frontend.uploads) == 4 + 1 + 1
+
+
 def test_once_ends_however_long_it_took(
     agent: AgentFactory, backend: Backend, frontend: Frontend, hurry: Callable[..., None]
 ) -> None:
@@ -612,9 +769,9 @@ def test_once_that_met_a_lock_goes_on_to_the_end_of_the_backlog(
     owner.execute("select from sync_outbox where id = %s for update", (first,))
 
     def hook(request: Request) -> Reply | None:
-        if last in [entry["seq"] for entry in request.entries]:
+        if last in seqs_of(request):
             return Reply(200, {}, {"ok": True}, delay=34, store=True)
-        if first + 3 in [entry["seq"] for entry in request.entries]:
+        if first + 3 in seqs_of(request):
             threading.Timer(2, owner.rollback).start()
         return None
 
@@ -668,7 +825,7 @@ def test_state_file_shows_an_upload_s_progress_and_then_its_end(
 ) -> None:
     running = agent(notify=notify)
     running.wait_sentence("idle")
-    frontend.read_rate = 1_000_000
+    frontend.read_rate = 500_000
     call = backend.end_call(seconds=90)
 
     def upload() -> dict[str, Any] | None:
@@ -680,6 +837,9 @@ def test_state_file_shows_an_upload_s_progress_and_then_its_end(
     assert progress["seq"] == call.seq("recording_file")
     assert progress["size"] == call.size
     assert 0 <= progress["bytes"] <= call.size and progress["seconds"] >= 0
+    running.hup()  # what follows has other connections; this one goes on
+    running.wait_log("was read again")
+    wait_until(lambda: (upload() or {"bytes": 0})["bytes"] > progress["bytes"], what="more of it")
     notify.wait_for("uploaded 1 recording")
     # Not before the next poll in five minutes, but now.
     wait_until(lambda: "uploaded 1 recording" in running.state()["sentence"], 5, "the end")

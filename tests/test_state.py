@@ -694,6 +694,34 @@ def test_a_result_that_cannot_be_recorded_is_kept_and_nothing_is_sent_before_it_
     assert not failures(db)
 
 
+# Each confirmation ends the session that records it, at the first try.
+DEADLY = """
+    create sequence tries_to_record;
+    create function deadly() returns trigger language plpgsql as $$
+    begin
+        if nextval('public.tries_to_record') % 2 = 1 then
+            perform pg_terminate_backend(pg_backend_pid()), pg_sleep(60);
+        end if;
+        return new;
+    end $$;
+    create trigger deadly before insert on serversync.deliveries
+    for each row execute function deadly();
+"""
+
+
+def test_a_result_whose_session_ends_is_recorded_by_the_next_one(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    assert agent.once().returncode == 0  # makes the schema
+    db.execute(DEADLY)
+    call = backend.end_call()
+    assert agent.once().returncode == 0
+    assert db.value("select last_value from tries_to_record") == 4  # of entries, and of a file
+    assert not db.pending() and not uploads(db)
+    assert frontend.seqs() == call.seqs[:4]
+    assert frontend.files[call.call_log_id].count == 1
+
+
 def test_a_mark_that_changes_nothing_is_said_and_nothing_is_sent_twice(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
 ) -> None:

@@ -51,7 +51,8 @@ class Mutant:
 BLOCKING, FLOW, POLICY = "tests/test_blocking.py", "tests/test_flow.py", "tests/test_policy.py"
 SENDERS, STATE, UPLOAD = "tests/test_senders.py", "tests/test_state.py", "tests/test_upload.py"
 OUTAGES, FUZZ = "tests/test_entry_outages.py", "tests/faults/test_fuzz.py"
-DELETION = "tests/test_deletion.py"
+DELETION, SERVICE = "tests/test_deletion.py", "tests/test_service.py"
+VERDICTS = "tests/test_verdicts.py"
 
 MUTANTS = [
     # What confirms
@@ -154,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "a pass has no end",
-        "        until = self.store.last()\n        after, number = 0, 0\n",
+        "        until = self.store.value(LAST) or 0\n        after, number = 0, 0\n",
         "        until = 1 << 60\n        after, number = 0, 0\n",
         story="a call that becomes visible behind the pass",
         tests=("tests/test_order.py",),
@@ -284,17 +285,44 @@ MUTANTS = [
     ),
     Mutant(
         "a pause that was asked for is not kept",
-        'pause = retry_after(answer.retry_after, now) if code == "RATE_LIMITED" else None\n',
+        "pause = retry_after(told, now)\n",
         "pause = None\n",
         story="a pause that was asked for",
-        tests=("tests/test_verdicts.py",),
+        tests=(VERDICTS,),
+    ),
+    Mutant(
+        "what was under way ends a pause",
+        "        if time.monotonic() < health.quiet_until:\n            return\n",
+        "",
+        (
+            VERDICTS
+            + "::test_a_pause_during_an_upload_lets_it_end_and_holds_back_all_that_would_follow",
+        ),
+    ),
+    Mutant(
+        "what was under way changes a pause",
+        "        if now < health.quiet_until:\n            return\n",
+        "",
+        (
+            VERDICTS
+            + "::test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it",
+        ),
     ),
     # Results
     Mutant(
         "a result that could not be recorded is forgotten",
         "            except Lost:\n                raise\n            except Exception as error:\n",
         "            except Exception as error:\n",
-        story="the database goes when something is confirmed",
+        (STATE + "::test_a_result_whose_session_ends_is_recorded_by_the_next_one",),
+    ),
+    Mutant(
+        "what is answered just after a stop is forgotten",
+        "        self._finish()\n        daemon",
+        "        daemon",
+        (
+            SERVICE
+            + "::test_what_is_answered_just_after_a_stop_is_written_down_and_nothing_more_is_begun",
+        ),
     ),
     Mutant(
         "what waits to be recorded is sent again (Store.skip)",
@@ -323,8 +351,8 @@ MUTANTS = [
     ),
     Mutant(
         "an upload is recorded without its deletion",
-        '                conn.execute(KEEP_UPLOAD, params | {"seq": seqs[0]})\n',
-        "",
+        'execute(f"{CONFIRM}; {KEEP_UPLOAD}", params)',
+        "execute(CONFIRM, params)",
         story="deletion waits",
     ),
     Mutant(
