@@ -737,13 +737,9 @@ class Process:
 
 
 def shut_socket(fd: int) -> None:
-    """Ends whatever blocks on the socket. By another object: SSLSocket.shutdown would drop TLS."""
-    with contextlib.suppress(OSError):
-        plain = socket.socket(fileno=fd)
-        try:
-            plain.shutdown(socket.SHUT_RDWR)
-        finally:
-            plain.detach()
+    """Ends whatever blocks on the socket."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as same:
+        same.shutdown(socket.SHUT_RDWR)
 
 
 def look_up(host: str) -> None:
@@ -781,6 +777,7 @@ SHARE: Final = 9  # after a retry that took t seconds, none for 9 t
 HASTY_SEC: Final = 5.0  # for a request after a time-out, until one gets through
 BESIDE_SEC: Final = 3.0  # for a request while a file travels: perhaps that fills the line
 LOOKS_MIN: Final = 5
+PRUNE_AFTER: Final = 300.0  # old rows, the first time after a start
 LIFT_LIMIT_SEC: Final = 240.0  # frontends answer 408 when a body took longer than 300 s
 
 
@@ -1370,6 +1367,8 @@ RECORDING: Final = """serversync.to_uuid(
 HAS_ENTRY: Final = """exists (
     select from sync_outbox o
     where o.id = w.outbox_id and o.entity_id = w.entity_id and o.processed_at is null)"""
+READABLE: Final = """
+    o.id not in (select outbox_id from serversync.waiting where code = 'ROW_CORRUPT')"""
 NO_ROW: Final = "not exists (select from serversync.waiting w where w.outbox_id = o.id)"
 # How long a row has waited. Of the time since it was looked at last ten minutes count at most, of a
 # recording that is not ready one: a clock that was stepped kills nothing, and `once` counts, too.
@@ -1563,8 +1562,7 @@ where outbox_id > %(after)s::bigint order by outbox_id limit %(limit)s::int
 RIVALS: Final = f"""
 select path, call, pending
 from (select {FILE_PATH} as path, {CALL_ID} as call, true as pending
-      from sync_outbox o where {PENDING_FILE}
-        and id not in (select outbox_id from serversync.waiting where code = 'ROW_CORRUPT')
+      from sync_outbox o where {PENDING_FILE} and {READABLE}
       union all
       select {FILE_PATH}, {CALL_ID}, false from serversync.dead_letters
       where original_topic = 'recording_file' and status <> 'RESOLVED'
@@ -1578,7 +1576,6 @@ delete from serversync.uploads where outbox_id = %(seq)s and directory = %(direc
 DELETION_FAILED: Final = """
 update serversync.uploads set tries = tries + 1, error = %(error)s
 where outbox_id = %(seq)s and directory = %(directory)s
-  and (tries < 8 or error is distinct from %(error)s)
 """
 
 # All that decides what becomes of one entry that failed. A payload that may be corrupt is not read.
@@ -2184,38 +2181,38 @@ class Wire:
             self.sock.close()
             self.sock = None
 
-    def exchange(self, request: Exchange) -> Steps[Answer]:
+    def exchange(self, asked: Outgoing) -> Steps[Answer]:
         """One request; a reset on a kept connection is tried once more on a fresh one."""
         if time.monotonic() - self.used > IDLE_MAX:
             self.close()
         kept = self.sock is not None
-        answer = yield from request.run(self)
+        answer = yield from Exchange(self, asked).run()
         if kept and answer.trouble is Trouble.RESET:
-            answer = yield from request.run(self)
+            answer = yield from Exchange(self, asked).run()
         return answer
 
-    def head(self, request: Exchange) -> bytes:
+    def head(self, asked: Outgoing) -> bytes:
         """Paths are checked by the configuration or quoted, values are ours."""
-        headers = {**self._headers, **request.headers}
-        if request.method == "POST":
-            headers["Content-Length"] = str(request.length)
-        path = (self.url.path or "").rstrip("/") + request.path
+        headers = {**self._headers, **asked.headers}
+        if asked.method == "POST":
+            headers["Content-Length"] = str(asked.length)
+        path = (self.url.path or "").rstrip("/") + asked.path
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        return f"{request.method} {path} HTTP/1.1\r\n{lines}\r\n".encode("ascii")
+        return f"{asked.method} {path} HTTP/1.1\r\n{lines}\r\n".encode("ascii")
 
-    def connected(self, request: Exchange) -> socket.socket:
+    def connected(self, asked: Outgoing) -> socket.socket:
         """The socket, non-blocking; made where there is none."""
         if self.sock is None:
             host = (self.url.host or "").strip("[]")
             port = self.url.port or (443 if self.tls else 80)
-            limit = min(self.patience, request.most)
+            limit = min(self.patience, asked.most)
             with self.process.deadline(limit, None):
                 look_up(host)
                 sock = socket.create_connection((host, port), limit)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT)
-                if request.rate < float("inf"):  # no burst into a buffer
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(request.rate))
+                if asked.rate < float("inf"):  # no burst into a buffer
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(asked.rate))
                 if self.tls is not None:
                     sock = self.tls.wrap_socket(sock, server_hostname=host.rstrip("."))
             sock.setblocking(False)
@@ -2223,9 +2220,9 @@ class Wire:
         return self.sock
 
 
-@dataclass
-class Exchange:
-    """One request: what is asked, how long that may take, and how far it has come."""
+@dataclass(frozen=True)
+class Outgoing:
+    """What is asked, and how long that may take."""
 
     method: str
     path: str
@@ -2242,20 +2239,26 @@ class Exchange:
     def length(self) -> int:
         return len(self.body) + (self.file.size if self.file else 0) + len(self.tail)
 
-    def run(self, wire: Wire) -> Steps[Answer]:
-        """On the connection that is there, or a new one; it stays if the next one may follow."""
-        head = wire.head(self)
-        self.wire, self.size = wire, len(head) + self.length
+
+class Exchange:
+    """One request on its way: how far it has come."""
+
+    def __init__(self, wire: Wire, asked: Outgoing) -> None:
+        head = wire.head(asked)
+        self.wire, self.asked, self.size = wire, asked, len(head) + asked.length
         self.pieces = self._pieces(head, PIECE if wire.tls is None else PIECE_TLS)
         self.piece = next(self.pieces)
         self.due = 0.0  # when the rate allows it
         self.started = self.moved_at = time.monotonic()
         self.moved = wire.sent = 0  # what the other side had taken by then; what we gave
         self.steady = self.reusable = False
-        kept = wire.sock is not None
+
+    def run(self) -> Steps[Answer]:
+        """On the connection that is there, or a new one; it stays if the next one may follow."""
+        wire, kept = self.wire, self.wire.sock is not None
         try:
-            sock = wire.connected(self)
-            source = Source(sock, wire.process, HEAD_MAX + self.answer_max)
+            sock = wire.connected(self.asked)
+            source = Source(sock, wire.process, HEAD_MAX + self.asked.answer_max)
             if kept and source.arrived():
                 raise ConnectionResetError("what nobody asked for, or the end")
             yield self._push(sock)
@@ -2273,26 +2276,27 @@ class Exchange:
             if not self.reusable:
                 wire.close()
         took = time.monotonic() - self.started
-        return replace(answer, steady=self.steady, sent=self.length, duration=took)
+        return replace(answer, steady=self.steady, sent=self.asked.length, duration=took)
 
     def _pieces(self, head: bytes, most: int) -> Iterator[bytes]:
         """What is sent, as much as is sent at once: a small body in one packet with its head."""
-        most = max(1, int(min(most, self.rate / 4)))
-        yield head + self.body[:most]
-        for at in range(most, len(self.body), most):
-            yield self.body[at : at + most]
-        if self.file is None:
+        body, file = self.asked.body, self.asked.file
+        most = max(1, int(min(most, self.asked.rate / 4)))
+        yield head + body[:most]
+        for at in range(most, len(body), most):
+            yield body[at : at + most]
+        if file is None:
             return
-        for at in range(0, self.file.size, most):
-            want = min(most, self.file.size - at)
+        for at in range(0, file.size, most):
+            want = min(most, file.size - at)
             try:
-                piece = os.pread(self.file.fd, want, at)
+                piece = os.pread(file.fd, want, at)
             except OSError as error:
-                raise local_trouble(error, self.file.name) from None
+                raise local_trouble(error, file.name) from None
             if len(piece) < want:
                 raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", "the file shrank while it was sent")
             yield piece
-        yield self.tail
+        yield self.asked.tail
 
     def _push(self, sock: socket.socket) -> Wait:
         """Sends as much as the socket takes in one turn; returns when to go on."""
@@ -2309,7 +2313,7 @@ class Exchange:
                 self.piece = b""
                 break
             self.wire.sent += sent
-            self.due = max(self.due, now - 1.0) + sent / self.rate  # no burst after a stall
+            self.due = max(self.due, now - 1.0) + sent / self.asked.rate  # no burst after a stall
             self.piece = self.piece[sent:] or next(self.pieces, b"")
         return Wait(began + TICK, fd, select.POLLIN)
 
@@ -2322,18 +2326,18 @@ class Exchange:
         patience, least, awaited = self.wire.patience, 1.0, "progress"
         if taken == self.size:  # a second for each 10 MB: it is stored
             patience, awaited = patience + self.size / 10_000_000, "answer"
-        elif self.file is not None:
-            patience, least = STALL_SEC, STALL_SEC * min(STALL_RATE, self.rate / 2)
+        elif self.asked.file is not None:
+            patience, least = STALL_SEC, STALL_SEC * min(STALL_RATE, self.asked.rate / 2)
         if taken - self.moved >= least:
             self.moved, self.moved_at = taken, now
-        if now > min(self.moved_at + patience, self.started + self.most):
+        if now > min(self.moved_at + patience, self.started + self.asked.most):
             raise TimeoutError(f"no {awaited} for {now - self.moved_at:.0f} s")
 
     def _answer(self, sock: socket.socket, source: Source) -> Steps[Answer]:
         """Reads it, in turns with all others."""
-        until = self.started + self.most
+        until = self.started + self.asked.most
         source.until = min(time.monotonic() + READ_SEC, until)
-        response = http.client.HTTPResponse(source, method=self.method)  # type: ignore[arg-type]
+        response = http.client.HTTPResponse(source, method=self.asked.method)  # type: ignore[arg-type]
         response.begin()
         while 100 <= response.status < 200:  # 102, 103: the answer follows
             response.headers = None  # type: ignore[assignment]  # else it has begun
@@ -2344,15 +2348,15 @@ class Exchange:
             # http.client would read to the connection's end.
             raise http.client.HTTPException(f"a length that is no number: {length}")
         text, size = bytearray(), 0
-        take = self.sink if self.sink and response.status == 200 else text.extend
-        while size <= self.answer_max and not response.isclosed():
+        take = self.asked.sink if self.asked.sink and response.status == 200 else text.extend
+        while size <= self.asked.answer_max and not response.isclosed():
             if size:
                 yield Wait(0.0, sock.fileno(), select.POLLIN)
             source.until = min(time.monotonic() + READ_SEC, until)
-            piece = response.read(min(8192, self.answer_max + 1 - size))
+            piece = response.read(min(8192, self.asked.answer_max + 1 - size))
             size += len(piece)
             take(piece)
-        whole = size <= self.answer_max
+        whole = size <= self.asked.answer_max
         if whole and response.length:
             raise http.client.IncompleteRead(bytes(text))
         complete = whole and self.wire.sent >= self.size
@@ -2362,7 +2366,7 @@ class Exchange:
             status=response.status,
             body=bytes(text),
             headers={name.lower(): value for name, value in headers.items()},
-            detail="" if whole else f"an answer longer than {self.answer_max // 1024} KiB",
+            detail="" if whole else f"an answer longer than {self.asked.answer_max // 1024} KiB",
             complete=complete,
         )
 
@@ -2397,7 +2401,7 @@ class Frontend:
         """Entries; an empty list asks whether the frontend lives."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         most = min(2 * self.config.timeout_sec + len(body) / LEAST_RATE, most)
-        request = Exchange("POST", "/api/ingest/sync", headers, most, body)
+        request = Outgoing("POST", "/api/ingest/sync", headers, most, body)
         return (wire or self.entries).exchange(request)
 
     def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
@@ -2410,7 +2414,7 @@ class Frontend:
         }
         form, kind = encode_multipart_formdata(fields)
         end = form.rindex(b"\r\n--")  # before it the audio
-        request = Exchange(
+        request = Outgoing(
             "POST",
             "/api/ingest/recording-file",
             {"Content-Type": kind, "Idempotency-Key": ready.key},
@@ -2422,9 +2426,8 @@ class Frontend:
         return self.files.exchange(request)
 
     def stored_length(self, call_log_id: str, recording_id: str) -> Steps[Answer]:
-        path = self.config.verify_path.replace("{callLogId}", call_log_id)
-        path = path.replace("{recordingId}", recording_id)
-        return self.files.exchange(Exchange("HEAD", path, {}, 10.0))
+        path = self.config.verify_path.format(callLogId=call_log_id, recordingId=recording_id)
+        return self.files.exchange(Outgoing("HEAD", path, {}, 10.0))
 
 
 # ==================================================================================================
@@ -2889,6 +2892,9 @@ class Delivery(Job):
             outage = endpoint.begin_outage(verdict, now, jitter, by_entries=not of_all)
             if of_all and verdict.code == "RATE_LIMITED":
                 health.quiet_until = max(health.quiet_until, outage.due)
+            refused = of_all and verdict.code in ("BAD_RESPONSE", "FRONTEND_5XX")
+            if refused and self.agent.once and outage.tries == 1:  # perhaps only for being empty,
+                outage.due = now  # and it does not live to see the next try
             if endpoint is self.endpoint:  # told when it begins, and when its reason is another
                 name, key = endpoint.name, f"{verdict.code} {verdict.status}"
                 words = f"{verdict.reason} (next try in {outage.due - now:.0f} s)"
@@ -3104,9 +3110,10 @@ class Entries(Delivery):
         verdict = yield from self._send(batch, most)
         if verdict.fate is Fate.SENT:
             return verdict
-        if self._beside_upload(verdict):  # does it fill the line, or is it the entry?
+        slow = ("NETWORK_TIMEOUT", "NETWORK_ERROR")
+        if self.store.travelling and verdict.code in slow:  # does it fill the line?
             down = yield from self.ask(BESIDE_SEC)
-            if down is not None and self._beside_upload(down):
+            if self.store.travelling and down is not None and down.code in slow:
                 self.blind = True
                 return verdict
         late = verdict.code == "NETWORK_TIMEOUT"
@@ -3114,10 +3121,6 @@ class Entries(Delivery):
         if self.endpoint.outage is None:
             self.endpoint.hasty = self.endpoint.hasty or late
         return verdict
-
-    def _beside_upload(self, verdict: Verdict) -> bool:
-        slow = verdict.code in ("NETWORK_TIMEOUT", "NETWORK_ERROR")
-        return slow and self.store.travelling is not None
 
     def _send(self, batch: Batch, most: float) -> Steps[Verdict]:
         """One request; what was confirmed is recorded before anything else happens."""
@@ -3149,11 +3152,11 @@ class Entries(Delivery):
                 self.failed(seq, Verdict(Fate.REJECTED, "REJECTED", reason, verdict.status))
         return verdict
 
-    def _alone(self, seq: int) -> Steps[Verdict | None]:
-        """One entry by its seq, with the full time; None: it is gone, or cannot be read or sent."""
+    def _alone(self, seq: int, until: int = 0) -> Steps[Verdict | None]:
+        """One entry in full time: by its seq, or (0) the first that may go. None: not sent."""
         self.endpoint.hasty = False
-        most = self.agent.config.entry_max_bytes
-        batch = self._read(partial(self.store.fetch_alone, seq, most), seq)
+        by_seq = partial(self.store.fetch_alone, seq, self.agent.config.entry_max_bytes)
+        batch = self._read(by_seq, seq) if seq else self._fetch(0, until)
         return (yield from self._deliver(batch)) if batch and batch.seqs else None
 
     def _retry(self) -> Steps[None]:
@@ -3174,8 +3177,12 @@ class Entries(Delivery):
         if self.blind or (time.monotonic() < outage.due and not is_new):
             return
         self.endpoint.seen = newest
-        seq = self.store.value(NEWEST_FREE) or self.next_retry(files=False)[0]
-        verdict = yield from self._alone(seq)
+        try:
+            seq = self.store.value(NEWEST_FREE) or self.next_retry(files=False)[0]
+        except psycopg.Error as error:  # one of them cannot be read
+            self.why_unreadable(0, error)
+            seq = 0
+        verdict = yield from self._alone(seq, newest)
         if verdict is None:  # nothing was asked: another one soon
             outage.due = max(outage.due, time.monotonic() + 1.0)
             return
@@ -3482,9 +3489,6 @@ class Deletions(Job):
                     yield pending
 
 
-PRUNE_AFTER: Final = 300.0  # old rows, the first time after a start
-
-
 class Housekeeping(Job):
     """Old rows, and what a rebuilt table has lost."""
 
@@ -3657,10 +3661,8 @@ class Agent:
                 break
             try:
                 job.step(time.monotonic(), ready)
-            except (Stopping, Lost, ConfigError):
-                raise
             except Exception as error:
-                if self.once:
+                if self.once or isinstance(error, (Stopping, Lost, ConfigError)):
                     raise
                 self._met(error)
                 job.failures += 1  # by an error of its own: the other jobs go on
@@ -4887,7 +4889,7 @@ def get(
     if sink is not None:
         frontend.settings.close()  # a request on a kept connection may be repeated
         limit += most / AUDIO_RATE
-    request = Exchange("GET", path, headers, limit, answer_max=most, sink=sink)
+    request = Outgoing("GET", path, headers, limit, answer_max=most, sink=sink)
     return frontend.settings.exchange(request)
 
 
@@ -5508,17 +5510,18 @@ end $$;
 MIGRATIONS.update({version: sql + CALLED_BY_OTHERS for version, sql in MIGRATIONS.items()})
 # The whole of the outbox, the letters and the receipts, in one look. No lock; the partial index of
 # pending entries, the index of receipts by time.
-SURVEY: Final = """
+SURVEY: Final = f"""
 select json_build_object(
     'outbox', (
         select json_build_object('pending', coalesce(sum(n), 0), 'oldest_at', min(oldest),
                    'oldest_seconds', coalesce(extract(epoch from now() - min(oldest)), 0),
-                   'by_type', coalesce(json_object_agg(entity_type, n order by entity_type), '{}'))
+                   'by_type',
+                   coalesce(json_object_agg(entity_type, n order by entity_type), '{{}}'))
         from (select entity_type, count(*) as n,
                      min(created_at) filter (where isfinite(created_at)) as oldest
               from sync_outbox where processed_at is null group by 1) t)::jsonb
         || (select jsonb_build_object('waiting', coalesce(sum(n), 0),
-                       'reasons', coalesce(jsonb_object_agg(code, n), '{}'))
+                       'reasons', coalesce(jsonb_object_agg(code, n), '{{}}'))
             from (select w.code, count(*) as n
                   from serversync.waiting w
                   join sync_outbox o on o.id = w.outbox_id and o.entity_id = w.entity_id
@@ -5531,10 +5534,10 @@ select json_build_object(
                    'deletions_waiting', (select count(*) from serversync.uploads),
                    'deletions_failed', (select count(*) from serversync.uploads where tries > 0))
         from sync_outbox o
-        where o.processed_at is null and o.entity_type = 'recording_file'),
+        where {PENDING_FILE} and {READABLE}),
     'dead_letters', (
         select json_object_agg(s.status, coalesce(d.n, 0))
-        from unnest('{PENDING,RETRYING,RESOLVED,DEAD}'::text[]) s(status)
+        from unnest('{{PENDING,RETRYING,RESOLVED,DEAD}}'::text[]) s(status)
         left join (select status, count(*) as n from serversync.dead_letters group by 1) d
             using (status)),
     'deliveries', (
@@ -7448,22 +7451,21 @@ where well is not true
 ROOT_ID: Final = "select root_id from serversync.sender"
 # The directories that a pending or dead recording, or an upload, has to do with. Reads all pending
 # rows, as the next one does.
-KNOWN_DIRECTORIES: Final = """
+KNOWN_DIRECTORIES: Final = f"""
 select coalesce(substring(coalesce(payload->>'filePath', payload->>'file_path')
                           from '([^/]*)/[^/]*$'), payload->>'callId', payload->>'call_id', '')
-from (select payload from sync_outbox
-      where processed_at is null and entity_type = 'recording_file'
+from (select payload from sync_outbox o where {PENDING_FILE} and {READABLE}
       union all
       select payload from serversync.dead_letters
       where original_topic = 'recording_file' and status <> 'RESOLVED') as named
 union all select directory from serversync.uploads
 """
 # Pending recordings that were waited for long enough.
-OVERDUE_FILES: Final = """
+OVERDUE_FILES: Final = f"""
 select o.id, left(coalesce(o.payload->>'filePath', o.payload->>'file_path'), 4096),
        left(coalesce(o.payload->>'callId', o.payload->>'call_id'), 1024)
 from sync_outbox o
-where o.processed_at is null and o.entity_type = 'recording_file'
+where {PENDING_FILE} and {READABLE}
   and o.created_at < now() - %(grace)s::float8 * interval '1 second'
   and serversync.uploaded(serversync.to_uuid(coalesce(
       o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) is null
