@@ -738,7 +738,9 @@ class Process:
 
 def shut_socket(fd: int) -> None:
     """Ends whatever blocks on the socket."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as same:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        same = socket.socket(fileno=fd)
+        stack.callback(same.detach)
         same.shutdown(socket.SHUT_RDWR)
 
 
@@ -2396,8 +2398,7 @@ class Frontend:
         # Whether HEAD tells what was stored; None: not known yet.
         self.trusted = None if config.verify_path else False
 
-    def post(self, body: bytes, key: str, most: float = float("inf"),
-             wire: Wire | None = None) -> Steps[Answer]:  # fmt: skip
+    def post(self, body: bytes, key: str, most: float, wire: Wire | None = None) -> Steps[Answer]:
         """Entries; an empty list asks whether the frontend lives."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         most = min(2 * self.config.timeout_sec + len(body) / LEAST_RATE, most)
@@ -3612,10 +3613,9 @@ class Agent:
                         if self.once:
                             return
                 ready = self.rest(resume_at)
-            except (Stopping, ConfigError):
-                raise
             except Exception as error:
-                if self.once and (self.failures >= 5 or not isinstance(error, Lost)):
+                enough = self.once and (self.failures >= 5 or not isinstance(error, Lost))
+                if enough or isinstance(error, (Stopping, ConfigError)):
                     raise
                 resume_at = time.monotonic() + self.pause_after(error)
 

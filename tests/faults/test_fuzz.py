@@ -279,7 +279,7 @@ class Client:
         """One request, and how this answer is understood (`more`: for what is tried again)."""
         self.next[:] = [raw, *more, Raw(b""), Raw(b"")]
         if door == "entries":
-            answer = serversync.drive(self.frontend.post(b"{}", KEY), self.process)
+            answer = serversync.drive(self.frontend.post(b"{}", KEY, 60.0), self.process)
             return serversync.confirm_entries(answer, KEY, [1], time.time())[0], answer
         steps = self.frontend.upload(self.entry, self.ready, 0.0)
         answer = serversync.drive(steps, self.process)
