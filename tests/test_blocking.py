@@ -3,10 +3,14 @@
 The bounds are those of a person who waits for a call, on a machine that is busy with other tests.
 """
 
+import contextlib
 import os
+import random
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import pytest
 from agent import AgentFactory, NotifySocket
 from backend import Backend, Call
 from frontend import Frontend, Reply, Request
-from ledger import dead, entity_of, let_days_pass, let_hours_pass, waiting
+from ledger import dead, dead_letters, entity_of, let_days_pass, let_hours_pass, waiting
 from pg import Database
 from waiting import wait_until
 
@@ -55,6 +59,11 @@ class Scene:
         self.refuse(seqs, reply)
         return list(seqs)
 
+    def refuse_empty(self, reply: Reply) -> None:
+        """What asks only whether the frontend lives gets this answer."""
+        others = self.frontend.on_entries or (lambda _: None)
+        self.frontend.on_entries = lambda request: others(request) if request.entries else reply
+
     def refuse_all(self, reply: Reply) -> None:
         self.frontend.on_entries = self.frontend.on_file = lambda _: reply
 
@@ -89,6 +98,13 @@ class Scene:
         """The agent has asked the frontend so often from now on."""
         count = len(self.frontend.requests) + times
         self.frontend.wait(lambda: len(self.frontend.requests) >= count, within, "more requests")
+
+    @contextlib.contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """The agent asks the frontend because of this."""
+        count = len(self.frontend.requests)
+        yield
+        self.frontend.wait(lambda: len(self.frontend.requests) > count, 30, "a request")
 
     def retried(self, seqs: Collection[int], tries: int) -> None:
         def so_often() -> bool:
@@ -138,6 +154,37 @@ def test_once_delivers_all_that_stands_behind_a_dozen_poisonous_entries(scene: S
     assert scene.frontend.seqs() == list(range(first, last + 1)), done.stderr
     assert done.returncode == 75
     assert scene.db.pending() == bad
+
+
+@pytest.mark.parametrize("refusal", [BOOM, Reply(400, {}, HTML)], ids=["500", "400 in HTML"])
+def test_once_delivers_what_stands_behind_poison_where_the_empty_request_is_refused(
+    refusal: Reply, scene: Scene
+) -> None:
+    bad = scene.poison(1)
+    scene.refuse_empty(refusal)
+    first, last = scene.backend.enqueue_many(20)
+    done = scene.agent.once()
+    assert sorted(scene.frontend.seqs()) == list(range(first, last + 1)), done.stderr
+    assert done.returncode == 75
+    assert scene.db.pending() == bad
+
+
+def test_an_empty_request_that_was_refused_is_sent_again_after_a_reload(scene: Scene) -> None:
+    bad = scene.poison(1)
+    scene.refuse_empty(BOOM)
+    scene.backend.enqueue_many(5)
+    running = scene.agent()
+    running.wait_log("it is not asked so any more", 40)
+    scene.retried(bad, 1)
+    asked = len(scene.frontend.of_kind("empty"))
+    for _ in range(3):
+        tries = waiting(scene.db)[bad[0]]["tries"]
+        let_hours_pass(scene.db)
+        scene.retried(bad, tries + 1)
+    assert len(scene.frontend.of_kind("empty")) == asked
+
+    running.hup()
+    scene.frontend.wait(lambda: len(scene.frontend.of_kind("empty")) > asked, 20, "another one")
 
 
 def test_a_new_call_on_a_quiet_box_is_through_in_seconds_in_an_outage_of_entries(
@@ -236,7 +283,9 @@ def test_a_frontend_that_refuses_everything_is_told_at_once_and_asked_seldom(
         wait_until(lambda: time.monotonic() > began + len(calls) - 1)
     notify.wait_for(reason)
     assert all(told[2:]), "not before the third request"
-    assert len(frontend.requests) <= 20
+    # After 2, 4, 8, … seconds: three of four times, never seven; each 2 s it would be ten.
+    assert len(frontend.requests) <= 15
+    assert len(running.log().splitlines()) <= 12
     outages = running.state()["outages"]
     assert {outage["endpoint"] for outage in outages} == {"entries", "files"}
     assert all(reason in outage["reason"] for outage in outages)
@@ -265,42 +314,132 @@ def test_a_pause_of_an_hour_ends_with_a_reload_that_names_another_frontend(
         assert other.seqs() == call.seqs[:-1]
 
 
-@pytest.mark.parametrize("reply", [BOOM, DENIED], ids=["poison", "outage"])
+def holds(entry_type: str) -> Callable[[Request], bool]:
+    return lambda request: any(entry["entityType"] == entry_type for entry in request.entries)
+
+
+def at_random(share: float) -> Callable[[Request], bool]:
+    chance = random.Random(3)
+    return lambda _: chance.random() < share
+
+
+def orphaned(frontend: Frontend, request: Request) -> bool:
+    """Whether the call is missing of one of these: its own entry must come first."""
+    known = set(frontend.store)
+    for entry in request.entries:
+        if entry["payload"].get("callLogId", entry["entityId"]) not in {*known, entry["entityId"]}:
+            return True
+        known.add(entry["entityId"])
+    return request.file is not None and request.file.call_log_id not in known
+
+
+Guilty = Callable[[Request], bool]
+# What the frontend does to a request of entries or to a file, and which.
+FAULTS: dict[str, tuple[Reply, Guilty]] = {
+    "poison": (BOOM, holds("schedule")),
+    "outage": (DENIED, lambda _: True),
+    "half alive": (BOOM, lambda request: bool(request.entries or request.file)),
+    "all rejected": (REJECTED, lambda request: bool(request.entries or request.file)),
+    "p = 0.7": (BOOM, at_random(0.7)),
+    "foreign keys": (BOOM, at_random(0.4)),
+    "one type": (BOOM, holds("ivr_session_event")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_kills_reloads_and_a_standby_in_the_middle_lose_nothing_and_bury_nothing(
-    reply: Reply, scene: Scene
+    fault: str, scene: Scene
 ) -> None:
-    frontend = scene.frontend
-    bad = scene.poison(40, reply)
-    if reply is DENIED:
-        scene.refuse_all(reply)
+    frontend, db = scene.frontend, scene.db
+    reply, guilty = FAULTS[fault]
+
+    def hook(request: Request) -> Reply | None:
+        if guilty(request):
+            return reply
+        return REJECTED if fault == "foreign keys" and orphaned(frontend, request) else None
+
+    frontend.on_entries = frontend.on_file = hook
+    first, last = scene.backend.enqueue_many(20, "schedule")
+    entity = str(uuid.uuid4())
+    edits = [scene.backend.enqueue("call_log", {"version": n}, entity) for n in (1, 2)]
     calls = scene.calls(10)
     running = scene.agent(SYNC_BATCH_SIZE=10)
     frontend.wait(lambda: frontend.requests)
     for _ in range(2):
         standby = scene.agent(SYNC_BATCH_SIZE=10)
         standby.wait_log("another agent holds the lock")
-        running.hup()
-        scene.asked(2)
+        with scene.asked_for():
+            calls.append(scene.call())
+            running.hup()
         running.kill()
-        calls.append(scene.call())
-        scene.asked(1, 30)
+        standby.wait_log("the lock is ours")
+        with scene.asked_for():
+            calls.append(scene.call())
         running = standby
-    if reply is BOOM:
-        scene.arrive(calls, 30)
-        assert not set(frontend.seqs()) & set(bad)
-    else:
-        assert not frontend.entries
+    let_hours_pass(db, 30)
+    if fault in ("poison", "one type"):
+        wait_until(lambda: not set(edits) & set(db.pending()), 30, "the edits")
 
     scene.cure()
     running.hup()
     scene.only_pending([], 30)
-    assert not dead(scene.db)
-    assert not waiting(scene.db)
-    assert set(frontend.seqs()) == {*bad, *(seq for call in calls for seq in call.seqs[:-1])}
-    assert all(frontend.files[call.call_log_id].sha256 == call.sha256 for call in calls)
+    assert not waiting(db)
+    lost = dead(db)
+    if reply is REJECTED:
+        types = Counter(letter["original_topic"] for letter in dead_letters(db).values())
+        assert max(types.values()) <= 9
+    else:
+        assert not lost
+    seqs = frontend.seqs()
+    sent = {*range(first, last + 1), *edits, *(seq for call in calls for seq in call.seqs[:-1])}
+    assert {*seqs, *lost} >= sent and not set(seqs) & set(lost)
+    if not set(edits) & set(lost):
+        assert seqs.index(edits[0]) < seqs.index(edits[1])
+    for call in calls:
+        if call.seqs[-1] not in lost:
+            assert frontend.files[call.call_log_id].sha256 == call.sha256
+
+
+def test_no_child_and_no_recording_comes_before_its_call_whose_own_entry_fails_for_an_hour(
+    scene: Scene,
+) -> None:
+    """Foreign keys would reject them, and they would be dead at once."""
+    frontend, broken, orphans = scene.frontend, threading.Event(), list[Request]()
+
+    def hook(request: Request) -> Reply | None:
+        if broken.is_set() and holds("call_log")(request):
+            return BOOM
+        if orphaned(frontend, request):
+            orphans.append(request)
+            return REJECTED
+        return None
+
+    frontend.on_entries = frontend.on_file = hook
+    broken.set()
+    calls = scene.calls(8)
+    running = scene.agent(SYNC_BATCH_SIZE=3)
+    wait_until(lambda: {*waiting(scene.db)} >= {call.seqs[0] for call in calls}, 30, "all rows")
+    calls += scene.calls(3)
+    let_hours_pass(scene.db, 1)
+    scene.retried([call.seqs[0] for call in calls[-3:]], 2)
+    assert not frontend.entries and not frontend.files
+    broken.clear()
+    running.hup()
+    scene.arrive(calls, 30)
+    scene.all_through(10)
+    assert not orphans and not dead(scene.db)
 
 
 # --- the database cannot give an entry --------------------------------------------------------
+
+
+def enqueue_large(backend: Backend, entity_type: str) -> int:
+    """An entry whose payload lies in the TOAST table."""
+    seq = backend.enqueue(entity_type)
+    noise = "(select string_agg(md5(n::text), '') from generate_series(1, 500) n)"
+    payload = f"payload || jsonb_build_object('callLogId', gen_random_uuid(), 'x', {noise})"
+    backend.db.execute(f"update sync_outbox set payload = {payload} where id = %s", (seq,))
+    return seq
 
 
 def corrupt(db: Database, seq: int) -> None:
@@ -320,10 +459,7 @@ def corrupt(db: Database, seq: int) -> None:
 def test_a_corrupt_row_is_named_and_everything_else_flows(entity_type: str, scene: Scene) -> None:
     db = scene.db
     calls = [scene.call()]
-    bad = scene.backend.enqueue(entity_type)
-    noise = "(select string_agg(md5(n::text), '') from generate_series(1, 500) n)"
-    payload = f"payload || jsonb_build_object('callLogId', gen_random_uuid(), 'x', {noise})"
-    db.execute(f"update sync_outbox set payload = {payload} where id = %s", (bad,))
+    bad = enqueue_large(scene.backend, entity_type)
     calls.append(scene.call())
     corrupt(db, bad)
     running = scene.agent()
@@ -338,6 +474,34 @@ def test_a_corrupt_row_is_named_and_everything_else_flows(entity_type: str, scen
         scene.only_pending([bad], 10)
     wait_until(lambda: not any(call.wav.exists() for call in calls), 10, "deletions")
     assert not dead(db)
+
+
+@pytest.mark.parametrize("reply", [None, BOOM], ids=["stopped", "500"])
+def test_a_corrupt_row_that_is_met_in_an_outage_holds_nothing_after_it(
+    reply: Reply | None, scene: Scene
+) -> None:
+    assert scene.agent.once().returncode == 0  # makes the schema
+    if reply is None:
+        scene.frontend.stop()
+    else:
+        scene.refuse_all(reply)
+    calls = [scene.call()]
+    bad = enqueue_large(scene.backend, "schedule")
+    calls.append(scene.call())
+    corrupt(scene.db, bad)
+    running = scene.agent()
+    running.wait_log("entries: outage", 30)
+    due = wait_until(lambda: running.state()["outages"][0]["due"], what="the outage")
+    wait_until(lambda: time.time() > due + 2, what="its next try")
+    if reply is None:
+        scene.frontend.start()
+    scene.cure()
+    running.hup()
+    scene.arrive(calls, 20)
+    scene.only_pending([bad], 10)
+    assert waiting(scene.db)[bad]["code"] == "ROW_CORRUPT"
+    running.wait_log(f"entry {bad} (schedule) is retried")
+    scene.arrives(10)
 
 
 # The way the agent writes a recording out ends the session of whoever does it for this one.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -17,10 +18,11 @@ from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, run_once, wr
 from backend import Backend, Call
 from desk import bury
 from frontend import Frontend, Reply
-from ledger import dead, uploads
+from ledger import dead, uploads, waiting
 from machine import NOBODY, booted, in_mounts, needs_root
 from pg import Database
 from proxy import Proxy
+from test_blocking import corrupt, enqueue_large
 from test_memory import AGENT, COMPILE, python
 from test_tls import SERVER, Authority, Pair, context
 from waiting import wait_until
@@ -987,6 +989,20 @@ def test_an_outage_now_fails_with_its_reason(
     report.expect("agent", "ok")
 
 
+def test_a_frontend_that_answers_401_to_everything_fails_in_two_checks(
+    agent: AgentFactory, frontend: Frontend, examine: Examine, settled: Call, backend: Backend
+) -> None:
+    frontend.on_head = lambda _: Reply(401, {}, {"error": "unauthorized"})
+    backend.enqueue()
+    running = agent()
+    running.wait_log("outage, nothing is lost")
+
+    report = examine(running)
+
+    report.expect("outage", "failed", "entries and files", "does not accept our credentials")
+    assert {"frontend", "token"} & set(report.named("failed"))
+
+
 def test_an_old_backlog_is_a_warning(
     examine: Examine, settled: Call, backend: Backend, db: Database
 ) -> None:
@@ -997,6 +1013,36 @@ def test_an_old_backlog_is_a_warning(
     )
 
     examine().expect("backlog", "warning", "1 pending", "2.0 h")
+
+
+@pytest.mark.parametrize("entity_type", ["schedule", "recording_file"])
+def test_a_corrupt_row_is_named_and_hides_nothing_else(
+    entity_type: str,
+    agent: AgentFactory,
+    examine: Examine,
+    settled: Call,
+    backend: Backend,
+    db: Database,
+) -> None:
+    other = backend.enqueue_many(30)[0]
+    bad = enqueue_large(backend, entity_type)
+    corrupt(db, bad)
+    assert agent.once().returncode == 75
+    assert waiting(db)[bad]["code"] == "ROW_CORRUPT"
+    db.execute("UPDATE sync_outbox SET processed_at = null WHERE id = %s", (other,))
+
+    report = examine()
+
+    report.expect("database", "ok")
+    report.expect("backlog", "ok", "2 pending")
+    told = [check.text for check in report.checks if check.status in ("warning", "failed")]
+    assert any(re.search(rf"\b{bad}\b", text) and "corrupt" in text for text in told), told
+    view = json.loads(agent.once("status", "--json").stdout)
+    assert view["database"]["ok"] and view["outbox"]["pending"] == 2
+    assert "2 pending" in agent.once("status").stdout
+    metrics = agent.once("metrics").stdout
+    assert "serversync_pending_entries 2" in metrics
+    assert 'serversync_waiting_entries{code="ROW_CORRUPT"} 1' in metrics
 
 
 def test_dead_letters_are_a_warning_until_they_are_resolved(

@@ -19,6 +19,7 @@ from backend import Backend
 from frontend import Frontend, Reply
 from ledger import dead, entity_of, failures, hold, let_hours_pass, receipts, uploads, waiting
 from pg import Database
+from test_blocking import corrupt, enqueue_large
 from waiting import wait_until
 
 SCHEMA_V1 = Path(__file__).with_name("schema_v1.sql")
@@ -181,12 +182,16 @@ V1_UPLOADED = """
 """
 
 
-def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
+def make_version_1(db: Database) -> None:
     for statement in ("create schema serversync", SCHEMA_V1.read_text(), serversync.CREATE_INDEX,
                       serversync.CREATE_TRIGGER):  # fmt: skip
         db.execute(statement)
+
+
+def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    make_version_1(db)
     sent = backend.end_call()
     files = [serversync.signature(path.name, path.stat()) for path in (sent.wav, sent.meta)]
     params = {"seq": sent.seqs[-1], "seqs": sent.seqs, "directory": sent.call_id}
@@ -242,6 +247,25 @@ def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
     assert dead(db)[bad] == "FRONTEND_5XX"
     assert frontend.seqs()[-1] == later
     assert not db.pending() and not waiting(db)
+
+
+def test_an_upgrade_from_version_1_gets_past_a_corrupt_row(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+) -> None:
+    make_version_1(db)
+    bad = enqueue_large(backend, "schedule")
+    db.execute(V1_WAITING, {"seq": bad, "code": "FRONTEND_5XX", "attempts": 3, "hours": 1})
+    call = backend.end_call()
+    corrupt(db, bad)
+
+    migrated = agent.once()
+
+    assert migrated.returncode == 75, migrated.stderr
+    assert db.pending() == [bad]
+    row = waiting(db)[bad]
+    assert (row["code"], row["attempts"], row["call_id"]) == ("ROW_CORRUPT", 3, None)
+    assert frontend.seqs() == call.seqs[:-1]
+    assert frontend.files[call.call_log_id].sha256 == call.sha256
 
 
 @pytest.mark.parametrize("command", ["once", "run"])

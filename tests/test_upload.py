@@ -445,8 +445,11 @@ def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(
         assert_not_uploaded(db, backend, call)
     # Another try is one file, and less and less often: 2, 4, 8, … seconds.
     wait_until(lambda: len(running.lines("files: outage")) == 1, what="one line")
-    frontend.wait(lambda: len(frontend.of_kind("file")) >= 5, 60, "two more tries")
+    wait_until(lambda: running.state()["outages"][0]["due"] > time.time() + 5, 60, "a long pause")
     assert running.state()["outages"][0]["code"] == "BAD_RESPONSE"
+    tries, until = len(frontend.of_kind("file")), time.monotonic() + 3
+    wait_until(lambda: time.monotonic() > until)
+    assert len(frontend.of_kind("file")) == tries
 
     running.update_env(agent.env(SYNC_VERIFY_PATH=""))
     running.hup()
@@ -793,7 +796,7 @@ def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(
     wait_until(lambda: not db.pending(), what="the end", state=running.log)
     assert len(frontend.of_kind("file")) == 1 and request.status == 200
     assert frontend.files[large.call_log_id].sha256 == large.sha256
-    assert not dead(db)
+    assert not running.lines("outage") and not running.lines("is retried"), "nothing is concluded"
 
 
 # -- answers that come early, late or not at all --------------------------------------------------

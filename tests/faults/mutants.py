@@ -239,7 +239,91 @@ MUTANTS = [
         "return False",
         (FLOW,),
     ),
+    Mutant(
+        "a batch that failed comes again as it was",
+        "        self.size = max(1, number // 2)\n",
+        "        self.size = number\n",
+        (POLICY + "::test_a_batch_that_failed_comes_again_half_as_large",),
+    ),
+    Mutant(
+        "an upload that fills the line is taken for an outage (blind)",
+        "                self.blind = True\n                return verdict\n",
+        "                pass\n",
+        (UPLOAD + "::test_after_one_time_out_entries_wait_for_the_end_of_the_upload",),
+    ),
+    Mutant(
+        "an entry that ends the session is not looked for (careful)",
+        "            self.careful = CAREFUL\n            raise\n",
+        "            raise\n",
+        (BLOCKING + "::test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes",),
+    ),
+    Mutant(
+        "an entry that ends the session is read again and again (SESSION_LOST)",
+        "if seq and self.lost.count(seq) == LOST_MAX:",
+        "if False:",
+        (BLOCKING + "::test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes",),
+    ),
     # Outages and retries
+    Mutant(
+        "a new entry waits for the next try of an outage of entries (is_new)",
+        "is_new = outage.by_entries and newest > self.endpoint.seen",
+        "is_new = False",
+        (
+            BLOCKING
+            + "::test_a_new_call_on_a_quiet_box_is_through_in_seconds_in_an_outage_of_entries",
+        ),
+    ),
+    Mutant(
+        "a new entry is tried at once in every outage (is_new)",
+        "is_new = outage.by_entries and newest > self.endpoint.seen",
+        "is_new = newest > self.endpoint.seen",
+        (BLOCKING + "::test_a_frontend_that_refuses_everything_is_told_at_once_and_asked_seldom",),
+    ),
+    Mutant(
+        "a refused empty request is sent all the same",
+        '            health.alive_until = float("inf")\n',
+        "",
+        (FLOW + "::test_a_frontend_that_refuses_the_empty_request_gets_everything_all_the_same",),
+    ),
+    Mutant(
+        "a refused empty request is never sent again",
+        "        self.health.alive_until = self.health.quiet_until = 0.0\n",
+        "        self.health.quiet_until = 0.0\n",
+        (BLOCKING + "::test_an_empty_request_that_was_refused_is_sent_again_after_a_reload",),
+    ),
+    Mutant(
+        "the back-off of an outage is constant",
+        "BACKOFF_CAP: Final = 256.0",
+        "BACKOFF_CAP: Final = 2.0",
+        (
+            BLOCKING + "::test_a_frontend_that_refuses_everything_is_told_at_once_and_asked_seldom",
+            UPLOAD + "::test_a_page_of_another_length_is_an_outage_of_files_that_names_it",
+        ),
+    ),
+    Mutant(
+        "what was told its time is due with the end of an outage (MAKE_DUE)",
+        " or in_outage and code <> 'RATE_LIMITED')",
+        " or in_outage)",
+        (VERDICTS, OUTAGES),
+    ),
+    Mutant(
+        "a clock that jumps uses up the patience (WAITED)",
+        "then 60 else 600 end,",
+        "then 60 else 1e9 end,",
+        (STATE + "::test_a_clock_that_jumps_ahead_by_days_uses_up_no_patience",),
+    ),
+    Mutant(
+        "a clock that jumps ends the grace time of a file (WAITED)",
+        "then 60 else 600 end,",
+        "then 1e9 else 600 end,",
+        ("tests/test_recordings.py", STATE),
+    ),
+    Mutant(
+        "a due time of next year is waited for (SWEEP)",
+        "where next_attempt_at > now() + interval '1 hour' and",
+        "where false and",
+        (STATE + "::test_a_retry_that_is_due_in_years_counts_as_due_at_once",),
+    ),
     Mutant(
         "the end of an outage makes nothing due (MAKE_DUE)",
         "agent.store.record([], partial(agent.store.run, MAKE_DUE, everything=False))\n",
@@ -362,6 +446,18 @@ MUTANTS = [
         story="a second recording",
     ),
     # Files
+    Mutant(
+        "a stall is made up for by a burst",
+        "self.due = max(self.due, now - 1.0) + sent",
+        "self.due += sent",
+        (UPLOAD + "::test_after_a_stall_the_bandwidth_limit_is_kept",),
+    ),
+    Mutant(
+        "what is left on the old disk counts as removed",
+        "if upload.root_id not in (None, agent.session.root_id):",
+        "if False:",
+        (DELETION + "::test_recordings_of_a_disk_that_was_exchanged_are_said_to_be_left_there",),
+    ),
     Mutant(
         "a missing file is given up at once",
         "return tries + 1 >= LOOKS_MIN and waited >= grace",

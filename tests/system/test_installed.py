@@ -563,18 +563,26 @@ def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
     bare.install(previous(tmp_path))
     bare.set_up("http://127.0.0.1:9")
     uploaded, waiting = (bare.voicebot("call")[0] for _ in range(2))
-    dead = bare.enqueue()
-    frontend.poison[waiting["call_log_id"]] = Reply(500, {}, {"error": "a bug"})
-    entity = bare.sql(f"select entity_id from sync_outbox where id = {dead}")
-    frontend.rejected[entity] = "INVALID"
+    dead, again = bare.enqueue(), bare.enqueue()
+    bug = frontend.poison[waiting["call_log_id"]] = Reply(500, {}, {"error": "a bug"})
+    entities = [
+        bare.sql(f"select entity_id from sync_outbox where id = {n}") for n in (dead, again)
+    ]
+    frontend.rejected |= dict.fromkeys(entities, "INVALID")
     bare.begin(frontend.url, SYNC_DELETE_AFTER_SEC="3600", SYNC_ENTRY_MAX_BYTES="64 MiB")
     row = f"from serversync.failures where outbox_id = {waiting['seqs'][0]}"
     left = f"""
         select (select max(number) from serversync.schema_version), (select count(*) {row}),
             (select max(outbox_id) from serversync.uploads),
-            (select max(outbox_id) from serversync.dead_letters)
+            (select count(*) from serversync.dead_letters)
     """
-    until(lambda: bare.sql(left) == f"1|1|{uploaded['seqs'][2]}|{dead}", LONG, "its work")
+    until(lambda: bare.sql(left) == f"1|1|{uploaded['seqs'][2]}|2", LONG, "its work")
+    del frontend.rejected[entities[1]]
+    frontend.poison[entities[1]] = bug
+    letter = "select id from serversync.dead_letters where outbox_id ="
+    bare.sh(f"serversync dlq retry {bare.sql(f'{letter} {again}')}")
+    retried = f"select count(*) from serversync.failures where outbox_id = {again}"
+    until(lambda: bare.sql(retried) == "1", LONG, "a letter that is retried in vain")
     since, tries = bare.sql(f"select first_failed_at, tries {row}").split("|")
 
     bare.configure(SYNC_DELETE_AFTER_SEC="0")
@@ -587,13 +595,17 @@ def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
     query += f" outbox_id = {waiting['seqs'][0]}"
     assert until(lambda: bare.sql(query), LONG, "a retry") == since
     until(lambda: not bare.exists(uploaded["directory"]), LONG, "the directory to go")
+    states = "select string_agg(status, ' ' order by outbox_id) from serversync.dead_letters"
+    assert bare.sql(states) == "PENDING RETRYING"
     frontend.poison.clear()
     frontend.rejected.clear()
     bare.run("systemctl", "reload", "serversync")
     arrives(bare, frontend, waiting)
-    bare.sh(f"serversync dlq retry {bare.sql('select id from serversync.dead_letters')}")
+    frontend.wait(lambda: again in frontend.seqs(), LONG, "the letter that was retried")
+    bare.sh(f"serversync dlq retry {bare.sql(f'{letter} {dead}')}")
     frontend.wait(lambda: dead in frontend.seqs(), LONG, "the dead letter")
     until(lambda: bare.pending() == 0, LONG, "the outbox to be empty")
+    assert bare.sql(states) == "RESOLVED RESOLVED"
     assert frontend.files[uploaded["call_log_id"]].count == 1
 
 
