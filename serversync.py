@@ -7267,7 +7267,7 @@ def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
 
 
 def setup_hint(directory: str) -> str:
-    return f"sudo serversync setup --recordings {shlex.quote(directory)} --backend-user USER"
+    return f"sudo serversync setup --recordings {shlex.quote(directory)}"
 
 
 # --- setup: the rights on the recordings ----------------------------------------------------------
@@ -7275,9 +7275,12 @@ def setup_hint(directory: str) -> str:
 TMPFILES: Final = "/etc/tmpfiles.d/serversync.conf"
 DROP_IN: Final = "/etc/systemd/system/serversync.service.d/recordings.conf"
 WRITABLE: Final = "/opt/virtual-voicebot/"  # the unit's ReadWritePaths=
-HOMES: Final = tuple(
-    f"/{home}/" for home in ("home", "root", "run/user")
-)  # ProtectHome= of the unit
+HOMES: Final = tuple(f"/{each}/" for each in ("home", "root"))  # ProtectHome= of the unit
+# Nothing that tmpfiles.d(5) or a unit reads in another way: no blank, quote, backslash, %, $ or :.
+_PLAIN: Final = re.compile(r"(?:/(?!\.\.?(?:/|$))[\w.@+,=~-]+)+", re.ASCII)
+_SYSTEM: Final = re.compile(
+    "(?:/home|/var)?/[^/]*|/(?:bin|boot|dev|etc|lib[^/]*|proc|run|sbin|sys|usr)/.*", re.DOTALL
+)
 
 
 def setup_rights(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -7289,84 +7292,111 @@ def setup_rights(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     user = service_user(environ)
     if user is None:
         raise ConfigError([f"there is no user {SERVICE_USER}: install the package first"])
-    places = {"--recordings": arguments.recordings, "--announcements": arguments.announcements}
-    named = {option: path for option, path in places.items() if path}
-    problems = [text for option, path in named.items() if (text := _unfit(option, path))]
-    reader = arguments.backend_user or ""
-    if reader and not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}", reader):
-        problems.append(f"--backend-user {reader!r}: is no name of a user")
-    elif reader:
+    named = {"--recordings": arguments.recordings, "--announcements": arguments.announcements}
+    problems, places, name = list[str](), dict[str, Place](), arguments.backend_user
+    for option, path in named.items():
         try:
-            pwd.getpwnam(reader)
-        except KeyError:
-            problems.append(f"--backend-user {reader}: there is no such user")
+            places |= {option: _place(path)} if path else {}
+        except ValueError as error:
+            problems.append(f"{option} {path!r}: {error}")
+    try:
+        reader = pwd.getpwnam(name).pw_uid if name else None
+    except KeyError:
+        problems.append(f"--backend-user {name!r}: there is no such user")
     if problems:
         raise ConfigError(problems)
-    directories = {option: os.path.realpath(path) for option, path in named.items()}
-    _write(TMPFILES, _tmpfiles(directories, user.pw_name, reader))
+    rights = {option: _rights(option, place, user, reader) for option, place in places.items()}
+    _merge(TMPFILES, rights)
     applied = _root_runs("systemd-tmpfiles", "--create", TMPFILES)
-    _write(DROP_IN, _drop_in(directories.values()))
+    _merge(DROP_IN, {option: _sandbox(place.path) for option, place in places.items()})
     _root_runs("systemctl", "daemon-reload")
-    return max(_said(path, user, reader, applied) for path in directories.values())
+    return max(_said(place, user, applied) for place in places.values())
 
 
-def _unfit(option: str, path: str) -> str:
-    """What keeps a directory from being named in a tmpfiles.d file and in a unit."""
-    real = os.path.realpath(path)
-    if real != os.path.normpath(path):
-        return f"{option} {path}: leads by a link to {real[:200]!r}: name that, if it is meant"
-    if not re.fullmatch(r"/[\w./@+,:=~-]*", path, re.ASCII):  # no blank, quote, backslash, % or $
-        return f"{option} {path!r}: must be an absolute path of letters, digits and ./@+,:=~-_"
-    if not os.path.isdir(path):
-        return f"{option} {path}: is not there: start the backend once, or create it as its user"
-    if real.count("/") < 2 or real.startswith(("/etc/", "/usr/", "/proc/", "/sys/", "/dev/")):
-        return f"{option} {path}: a directory of its own is needed"
-    return ""
+@dataclass(frozen=True)
+class Place:
+    """A directory of the backend's as it was looked at, once: this very text is what is written."""
+
+    path: str
+    status: os.stat_result
+    acls: bool
+    closed: Sequence[str]  # those above it that others may not enter
 
 
-def _tmpfiles(directories: Mapping[str, str], user: str, reader: str) -> str:
+def _place(path: str) -> Place:
+    """Goes there from / by descriptors, and through no link. Nobody but root and its owner can put
+    another one there later; and what that one puts there, systemd-tmpfiles does not follow."""
+    path, above, acls = path.rstrip("/") or "/", list[tuple[str, os.stat_result]](), True
+    homes = (f"{user.pw_dir}/" for user in pwd.getpwall())
+    if _SYSTEM.fullmatch(path) or any(home.startswith(f"{path}/") for home in homes):
+        raise ValueError("a directory of its own is needed, not a home, nor one of the system's")
+    if not _PLAIN.fullmatch(path):
+        raise ValueError("must be an absolute path of letters, digits and ./@+,=~-_")
+    with contextlib.ExitStack() as stack:
+        fd, up = stack.enter_context(held(os.open("/", _OPEN_DIR))), ""
+        for name in path.split("/")[1:]:
+            above.append((up, os.fstat(fd)))
+            up += f"/{name}"
+            try:
+                fd = stack.enter_context(held(os.open(name, _OPEN_DIR, dir_fd=fd)))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                mend = "start the backend once" if error.errno == errno.ENOENT else "is it a link?"
+                raise ValueError(f"{up} is no directory: {mend} (readlink -f {up})") from None
+        own = os.fstat(fd)
+        try:
+            os.getxattr(fd, "system.posix_acl_access")
+        except OSError as error:
+            acls = error.errno == errno.ENODATA
+    for up, status in above:
+        if status.st_uid not in (0, own.st_uid) or status.st_mode & 0o022:
+            text = f"{up} (mode {status.st_mode & 0o7777:o}, user {status.st_uid}) lets others put"
+            must = f"only root and its owner, user {own.st_uid}, may write there"
+            raise ValueError(f"{text} another directory in its place: {must}")
+    closed = [up for up, status in above if up and not status.st_mode & stat.S_IXOTH]
+    return Place(path, own, acls, closed)
+
+
+def _rights(option: str, place: Place, user: pwd.struct_passwd, heir: int | None) -> list[str]:
     """x on the parents that are closed to others; all, and by default, from the directory on down.
+    Where there are no ACLs, by the service's group, which new directories inherit.
 
     Not rwX: systemd 252 ignores such a line. An x on files does no harm.
     """
-    parents = set()
-    for path in directories.values():
-        while (path := os.path.dirname(path)) != "/":
-            parents.add(path)
-    closed = sorted(up for up in parents if not os.stat(up).st_mode & stat.S_IXOTH)
-    lines = [f"a+ {up} - - - - u:{user}:x" for up in closed]
-    for option, path in directories.items():
-        acl = f"u:{user}:rwx,d:u:{user}:rwx"
-        if option == "--announcements" and reader:
-            acl += f",d:u:{reader}:rwx"  # what the agent writes there is for the backend
-        lines.append(f"A+ {path} - - - - {acl}")
-    return "\n".join(["# Written by serversync setup --recordings; see tmpfiles.d(5).", *lines, ""])
+    lines = [f"a+ {up} - - - - u:{user.pw_name}:x" for up in place.closed]
+    if not place.acls:
+        mode = 0o2770 | place.status.st_mode & 0o5
+        return [*lines, f"Z {place.path} ~{mode:o} - {user.pw_gid}"]
+    acl = f"u:{user.pw_name}:rwx,d:u:{user.pw_name}:rwx"
+    heir = place.status.st_uid if heir is None else heir
+    if option == "--announcements" and heir not in (0, user.pw_uid):
+        acl += f",d:u:{heir}:rwx"  # what the agent writes there is for the backend
+    return [*lines, f"A+ {place.path} - - - - {acl}"]
 
 
-def _drop_in(directories: Iterable[str]) -> str:
+def _sandbox(path: str) -> Sequence[str]:
     """Nothing for what the shipped unit opens already."""
-    lines = []
-    for path in directories:
-        if f"{path}/".startswith(HOMES):
-            lines += ["ProtectHome=tmpfs", f"BindPaths=-{path}"]
-        elif not f"{path}/".startswith(WRITABLE):
-            lines.append(f"ReadWritePaths=-{path}")
-    head = ["# Written by serversync setup --recordings.", "[Service]"]
-    return "\n".join([*head, *dict.fromkeys(lines), ""]) if lines else ""
+    if path.startswith(HOMES):
+        return "[Service]", "ProtectHome=tmpfs", f"BindPaths=-{path}"
+    return () if path.startswith(WRITABLE) else ("[Service]", f"ReadWritePaths=-{path}")
 
 
-def _write(path: str, text: str) -> None:
-    """As a whole or not at all; an empty text: no file."""
-    if not text:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(f"{path}.new", "w", encoding="ascii") as file:
-        os.fchmod(file.fileno(), 0o644)
-        file.write(text)
-    os.replace(f"{path}.new", path)
-    to_stdout(f"made   {path}")
+def _merge(path: str, ours: Mapping[str, Sequence[str]]) -> None:
+    """Writes what these options are for, as a whole or not at all; what another one, or somebody
+    else, wrote stays, byte for byte."""
+    before = "# Written by serversync setup, a part for each option.\n"
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="latin-1") as file:
+        before = file.read().rstrip("\n") + "\n"
+    first, *rest = re.split(r"^# (--\w+)\n", before, flags=re.MULTILINE)
+    parts = dict(zip(rest[::2], rest[1::2], strict=True))
+    parts |= {option: "".join(f"{line}\n" for line in lines) for option, lines in ours.items()}
+    text = first + "".join(f"# {option}\n{lines}" for option, lines in parts.items() if lines)
+    if text != before:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.new", "w", encoding="latin-1") as new:
+            os.fchmod(new.fileno(), 0o644)
+            new.write(text)
+        os.replace(f"{path}.new", path)
+        to_stdout(f"made   {path}")
 
 
 def _root_runs(*command: str) -> str:
@@ -7402,27 +7432,26 @@ def cannot_delete(path: str) -> list[str]:
     return problems[:5]
 
 
-def _said(path: str, user: pwd.struct_passwd, reader: str, complaint: str) -> int:
+def _said(place: Place, user: pwd.struct_passwd, complaint: str) -> int:
     """Whether the service's user can write here now, by trying it in a process of that user's."""
     sys.stdout.flush()  # or the child would print it once more
     child = os.fork()
     if child == 0:
         try:
             become(user)
-            problems = cannot_delete(path)
+            problems = cannot_delete(place.path)
         except OSError as error:
-            problems = [f"{path}: {error.strerror}"]
+            problems = [f"{place.path}: {error.strerror}"]
         for problem in problems:
             to_stdout(f"failed {problem}")
         sys.stdout.flush()
         os._exit(EX_PERSON if problems else EX_OK)
-    failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != EX_OK
-    if failed:
-        why = complaint or "no ACLs on this file system?"
-        who = f"[Service] User={reader or 'BACKEND_USER'} RemoveIPC=no"
-        to_stdout(f"       {why}; the other way is a drop-in: {who} (README)")
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != EX_OK:
+        to_stdout(f"       {clean(complaint) or f'namei -l {place.path}'}")
         return EX_PERSON
-    to_stdout(f"there  {user.pw_name} may write and delete in {path}")
+    to_stdout(f"there  {user.pw_name} may write and delete in {place.path}")
+    if not place.acls:
+        to_stdout("       no ACLs there, so by group: the backend's unit needs UMask=0002 (README)")
     return EX_OK
 
 
@@ -7868,8 +7897,8 @@ class Doctor:
             yield "warning", f"{why.partition(': run')[0]}: it stays as it is", rights
         if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
             text = f"user {os.geteuid()} cannot write announcements' audio to {directory}"
-            hint = setup_hint(self.config.recordings_dir)
-            yield "warning", text, f"{hint} --announcements {shlex.quote(directory)}"
+            hint = f"sudo serversync setup --announcements {shlex.quote(directory)}"
+            yield "warning", text, hint
         for each in view["sections"]:
             name = each["section"]
             if each["held"]:
@@ -9269,7 +9298,7 @@ def _add_setup(setup: Parser) -> None:
     )
     setup.add_argument("--announcements", metavar="DIR", help="and this one")
     setup.add_argument(
-        "--backend-user", metavar="USER", help="who reads what serversync puts there"
+        "--backend-user", metavar="USER", help="who reads what it puts there; default: the owner"
     )
 
 

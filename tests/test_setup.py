@@ -531,17 +531,3 @@ def test_the_superuser_s_session_calls_nothing_that_the_backend_made(
     )
     desk(*role.setup, DATABASE_URL=role.url)
     assert_all_is_there(desk, db, role)
-
-
-def test_a_link_is_not_taken_for_the_directory_that_was_named(tmp_path: Path) -> None:
-    # Its name would be a line of its own in a file that systemd-tmpfiles reads as root.
-    strange = tmp_path / "x\nf /tmp/owned 0644 root root - owned\n#"
-    strange.mkdir(parents=True)
-    (tmp_path / "recordings").symlink_to(strange)
-    assert "leads by a link to" in serversync._unfit("--recordings", f"{tmp_path}/recordings")
-    foreign = tmp_path / "ü"  # a letter, but these files are ASCII
-    foreign.mkdir()
-    for path in (strange, foreign):
-        assert "must be an absolute path" in serversync._unfit("--recordings", str(path))
-    assert "a directory of its own" in serversync._unfit("--recordings", "/etc/systemd")
-    assert serversync._unfit("--recordings", str(tmp_path)) == ""

@@ -21,6 +21,7 @@ from box import (
     MARKS,
     RECORDINGS,
     REPOSITORY,
+    VOICEBOT,
     Box,
     Installation,
     command,
@@ -250,22 +251,38 @@ def test_recordings_below_a_closed_home_are_reached_after_setup(
     assert own.running
 
 
-def test_the_service_can_run_as_the_backend_s_user_instead(own: Box, frontend: Frontend) -> None:
-    """The fallback where the file system has no ACLs."""
-    own.sh("systemctl stop serversync")
-    own.sql("drop schema serversync cascade")
-    own.sh(f"rm -r {RECORDINGS}; rm /etc/tmpfiles.d/serversync.conf")
-    own.sh(f"mkdir {RECORDINGS}", user="voicebot")
+# By a Unix socket of the test's own.
+READY = """
+import http.client, socket
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect("/run/ready.sock")
+connection.request("GET", "/readyz")
+answer = connection.getresponse()
+print(answer.status, answer.read().decode())
+"""
 
-    own.put(DROP_IN, "[Service]\nUser=voicebot\nRemoveIPC=no\n")
-    own.run("systemctl", "daemon-reload")
-    own.sh("usermod -aG serversync voicebot")  # it may read /etc/serversync.env
+
+def test_a_file_system_without_acls_is_opened_by_a_group_and_the_admin_interface_is_ready(
+    own: Box, frontend: Frontend
+) -> None:
+    own.sh(f"rm /etc/tmpfiles.d/serversync.conf; mount -t ramfs none {RECORDINGS}")
+    own.sh(f"chown voicebot: {RECORDINGS}")
+    own.sql("update serversync.sender set root_id = null")
+
+    said = own.run("serversync", "setup", "--recordings", RECORDINGS).stdout
     own.run("serversync", "setup")
-    own.reboot()  # as often as one likes
+    own.run("systemctl", "restart", "serversync")
 
-    assert own.running
-    assert own.sh(f"ps -o user= -p {own.main_pid()}").strip() == "voicebot"
-    arrives(own, frontend, own.voicebot("call")[0])
+    assert "may write and delete" in said and "UMask=0002" in said
+    # As the README has it for the backend's unit.
+    call = json.loads(own.sh(f"umask 0002; python3 {VOICEBOT} call", user="voicebot"))
+    arrives(own, frontend, call)
+    drop_in = "/etc/systemd/system/serversync-admin.socket.d/ready.conf"
+    own.put(drop_in, "[Socket]\nListenStream=\nListenStream=/run/ready.sock\n")
+    own.sh("systemctl daemon-reload; systemctl start serversync-admin.socket")
+    ready = own.run("python3", "-c", READY).stdout
+    assert ready.startswith("200 "), ready
 
 
 def test_the_token_comes_by_a_credential(machine: Box, frontend: Frontend) -> None:

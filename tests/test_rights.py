@@ -1,0 +1,208 @@
+"""`serversync setup --recordings`: root opens directories of others, who may be hostile.
+
+The real program as root, with the real systemd-tmpfiles. What it writes below /etc goes into a
+directory of the test's own, by mounts that nobody else sees; the service's user is nobody.
+"""
+
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import serversync
+from agent import run_once
+from desk import assert_plain
+from machine import booted, in_mounts, needs_root
+
+pytestmark = needs_root
+SERVICE, BACKEND, THIRD = (pwd.getpwnam(name) for name in ("nobody", "daemon", "bin"))
+ACL = "system.posix_acl_access"
+# In one step, for ever: there is always something by that name.
+SWAP = """
+import ctypes, sys, time
+first, second = (name.encode() for name in sys.argv[1:])
+while True:
+    ctypes.CDLL(None).renameat2(-100, first, -100, second, 2)
+    time.sleep(0.0005)
+"""
+
+
+class Etc:
+    """A directory of the backend's, and what root wrote for it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place  # nobody but root may change anything here
+        place.chmod(0o755)
+        self.written = place / "etc"
+        for name in ("tmpfiles.d", "system"):
+            (self.written / name).mkdir(parents=True)
+        self.storage = place / "storage"
+        self.storage.mkdir()
+        os.chown(self.storage, BACKEND.pw_uid, BACKEND.pw_gid)
+
+    def directory(self, name: str) -> Path:
+        """One of the backend's."""
+        made = self.storage / name
+        made.mkdir()
+        os.chown(made, BACKEND.pw_uid, BACKEND.pw_gid)
+        return made
+
+    def __call__(
+        self, *args: str | Path, code: int = 0, prefix: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        mounts = in_mounts(
+            f"mount --bind {self.written}/tmpfiles.d /etc/tmpfiles.d\n"
+            f"mount --bind {self.written}/system /etc/systemd/system"
+        )
+        systemd = booted(self.place, LoadState="loaded", User=SERVICE.pw_name)
+        words = ["setup", *map(str, args)]
+        done = run_once({}, 180, words, prefix=(*mounts, *systemd, *prefix))
+        assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
+        assert_plain(done.stdout + done.stderr)
+        return done
+
+    def refuses(self, *paths: str | Path) -> list[str]:
+        """Each of them, in a line of its own; nothing is written. Nor would anything be opened."""
+        said, disarmed = [], in_mounts("mount --bind /bin/true /bin/systemd-tmpfiles")
+        for path in paths:
+            done = self("--recordings", path, code=78, prefix=disarmed)
+            assert done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+            said.append(done.stderr)
+        assert not any(self.files().values())
+        return said
+
+    def files(self) -> dict[str, str]:
+        """Each file below /etc that is its, and its text."""
+        names = (serversync.TMPFILES, serversync.DROP_IN)
+        places = (
+            self.written / name.split("/", 3 if "systemd" in name else 2)[-1] for name in names
+        )
+        return {path.name: path.read_text("latin-1") if path.exists() else "" for path in places}
+
+
+@pytest.fixture
+def etc() -> Iterator[Etc]:
+    place = Path(tempfile.mkdtemp(prefix="serversync-", dir="/srv"))  # /tmp is everybody's
+    yield Etc(place)
+    shutil.rmtree(place)
+
+
+@contextlib.contextmanager
+def swapping(first: Path, second: Path) -> Iterator[None]:
+    """Their owner, who never rests."""
+    who = ("setpriv", f"--reuid={BACKEND.pw_uid}", f"--regid={BACKEND.pw_gid}", "--clear-groups")
+    swapper = subprocess.Popen([*who, "/usr/bin/python3", "-c", SWAP, first, second])
+    try:
+        yield
+    finally:
+        swapper.kill()
+        swapper.wait()
+
+
+def test_an_owner_who_keeps_swapping_the_directory_for_a_link_gets_no_line_of_his_own(
+    etc: Etc,
+) -> None:
+    recordings, owned = etc.directory("recordings"), etc.place / "owned"
+    strange = Path(f"{etc.storage}/x\nf {owned} 0644 root root - owned\n#")
+    strange.mkdir(parents=True)
+    (link := etc.storage / "link").symlink_to(strange)
+    os.chown(link, BACKEND.pw_uid, BACKEND.pw_gid, follow_symlinks=False)
+    often = 'for i in $(seq 20); do "$@"; cat /etc/tmpfiles.d/* /etc/systemd/system/*/*; done; true'
+
+    # After each look at it there is time for another swap.
+    slowly = ("strace", "-qq", "-o", "/dev/null", "-e", "inject=%file:delay_exit=3000")
+    looks = ("-P", str(recordings), "-P", recordings.name)
+
+    with swapping(recordings, link):
+        done = etc("--recordings", recordings, prefix=("sh", "-c", often, "sh", *slowly, *looks))
+
+    assert not owned.exists() and f"f {owned}" not in done.stdout
+    assert "is it a link?" in done.stderr  # seen as the one,
+    assert f"A+ {recordings} - - - - " in done.stdout  # and as the other
+
+
+def test_a_directory_is_opened_by_acls_that_hold_for_what_comes_later(etc: Etc) -> None:
+    recordings = etc.directory("recordings")
+    etc.storage.chmod(0o750)
+
+    done = etc("--recordings", recordings, "--backend-user", BACKEND.pw_name)
+
+    assert f"there  {SERVICE.pw_name} may write and delete in {recordings}" in done.stdout
+    assert os.getxattr(recordings, ACL) and os.getxattr(etc.storage, ACL)
+    etc("--recordings", recordings)  # what it made does not refuse it the second time
+
+
+def test_who_else_could_put_another_directory_there_is_named(etc: Etc) -> None:
+    recordings = etc.directory("recordings")
+    etc.storage.chmod(0o775)
+    (by_group,) = etc.refuses(recordings)
+    assert f"{etc.storage} (mode 775, user {BACKEND.pw_uid}) lets others put" in by_group
+    etc.storage.chmod(0o755)
+    os.chown(etc.storage, THIRD.pw_uid, THIRD.pw_gid)
+    (by_owner,) = etc.refuses(recordings)
+    assert f"{etc.storage} (mode 755, user {THIRD.pw_uid}) lets others put" in by_owner
+    assert f"only root and its owner, user {BACKEND.pw_uid}, may write there" in by_owner
+
+
+def test_names_that_a_file_of_root_s_would_read_otherwise_are_refused(etc: Etc) -> None:
+    odd = [etc.directory(name) for name in ("a b", "a:b", "%h", "x\nf y", "ü", "a\\b", "$x", '"')]
+    for said in etc.refuses(*odd, etc.storage / "..", "storage/recordings"):
+        assert "must be an absolute path of letters, digits and " in said
+    (etc.storage / "link").symlink_to(etc.directory("real"))
+    (etc.storage / "file").touch()
+    for name in ("link", "link/real", "file"):
+        assert "is it a link? (readlink -f " in etc.refuses(etc.storage / name)[0]
+    assert "start the backend once" in etc.refuses(etc.storage / "gone")[0]
+
+
+def test_directories_of_the_system_and_homes_are_refused(etc: Etc) -> None:
+    homes = {user.pw_dir for user in pwd.getpwall() if user.pw_dir.startswith("/var/")}
+    system = {"/", "/etc", "/etc/systemd", "/var", "/var/lib", "/var/log", "/usr/share", "/root"}
+    system |= {"/home", "/home/pi", "/opt", "/srv", "/proc/sys", "/boot/firmware", "/run/lock"}
+    for said in etc.refuses(*sorted(system | homes)):
+        assert "a directory of its own is needed" in said
+
+
+def test_what_the_other_option_wrote_stays_and_so_does_what_somebody_else_did(etc: Etc) -> None:
+    first, second, sounds = map(etc.directory, ("first", "second", "sounds"))
+    mine = etc.written / "tmpfiles.d" / "serversync.conf"
+    mine.write_bytes(b"# mine, \xff\nd /run/mine")
+    etc("--recordings", first)
+    before = etc.files()
+    etc("--announcements", sounds, "--backend-user", THIRD.pw_name)
+    after = etc.files()
+    for name, text in before.items():
+        assert text and after[name].startswith(text) and str(sounds) in after[name]
+    assert f"d:u:{THIRD.pw_uid}:rwx" in after["serversync.conf"]
+
+    etc("--recordings", second)
+
+    for text in etc.files().values():
+        assert str(first) not in text and str(second) in text and str(sounds) in text
+    assert mine.read_bytes().startswith(b"# mine, \xff\nd /run/mine\n")
+    again = etc.files()
+    etc("--recordings", second, "--announcements", sounds, "--backend-user", THIRD.pw_name)
+    assert etc.files() == again
+
+
+def test_a_file_system_without_acls_is_opened_by_the_service_s_group(etc: Etc) -> None:
+    recordings, group = etc.directory("recordings"), SERVICE.pw_gid
+    call = f"{recordings}/call@1"
+    fill = f"mkdir -m 755 {call}; : >{call}/mixed.wav; chown -R {BACKEND.pw_uid} {recordings}"
+    look = (
+        f"mkdir {recordings}/later; stat -c '%a %g' {recordings} {call} {call}/* {recordings}/later"
+    )
+    script = f'mount -t ramfs none {recordings}; {fill}; "$@"; code=$?; {look}; exit $code'
+
+    done = etc("--recordings", recordings, prefix=("sh", "-c", script, "sh"))
+
+    assert f"there  {SERVICE.pw_name} may write and delete in {recordings}" in done.stdout
+    assert "UMask=0002" in done.stdout
+    modes = [f"2775 {group}", f"2775 {group}", f"664 {group}", f"2755 {group}"]
+    assert done.stdout.splitlines()[-4:] == modes
