@@ -7769,7 +7769,7 @@ class Doctor:
         text = f"{abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the frontend's"
         severe = abs(off) > 300 and self.config.frontend_base_url.startswith("https")
         if abs(off) > 30:
-            hint = "timedatectl; sudo systemctl restart systemd-timesyncd"
+            hint = "timedatectl; sudo timedatectl set-ntp true"
             yield "failed" if severe else "warning", text, hint
         return text
 
@@ -7943,7 +7943,8 @@ class Doctor:
             text = f"{unit['ActiveState']}: {unit['Result']}"
             yield "failed", text, f"sudo systemctl start serversync; {JOURNAL}"
         if unit["WatchdogUSec"] in ("0", "infinity"):
-            yield "warning", "its watchdog is off", "sudo systemctl revert serversync"
+            text = "its watchdog is off, by WatchdogSec= in a drop-in"
+            yield "warning", text, "systemctl cat serversync"
         if unit["NRestarts"] != "0":
             yield "warning", f"systemd restarted it {unit['NRestarts']} times", JOURNAL
         return "enabled, active, watched"
@@ -7954,8 +7955,11 @@ class Doctor:
             with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
                 text += file.read()
         if not re.search(r"\bmemory\b(?!\s+\d+\s+\d+\s+0$)", text, re.M):
-            hint = f"sudo sed -i '1s/$/ cgroup_enable=memory/' {CMDLINE} && sudo reboot"
-            yield "warning", "the kernel has none: the unit's MemoryMax= does nothing", hint
+            hint = f"sudo sed -i '1{{/cgroup_enable=memory/!s/$/ cgroup_enable=memory/}}' {CMDLINE}"
+            text = (
+                "the kernel has none, and MemoryMax= does nothing; with this, from the next boot on"
+            )
+            yield "warning", text, hint
         return "the kernel has it"
 
     def outage(self) -> Findings:
