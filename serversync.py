@@ -9425,8 +9425,12 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return setup_rights(arguments, environ)  # before there is any configuration
     config = read()
     configure_logging(config)
-    if arguments.command not in ("run", "setup"):
+    if arguments.command != "setup":
         become_service_user(environ)
+    typed = os.isatty(0) or "SUDO_UID" in environ  # not by systemd, nor in a container
+    if arguments.command == "run" and typed and os.geteuid() == 0:
+        how = f"install the package, whose user is {SERVICE_USER}, or start it as another user"
+        raise ConfigError([f"run does not stay root: {how}"])
     if arguments.command in COMMANDS:
         code = COMMANDS[arguments.command](config, arguments, environ)
         sys.stdout.flush()

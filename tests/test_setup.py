@@ -4,6 +4,7 @@ somebody else types a command."""
 import json
 import os
 import pwd
+import re
 import shlex
 import shutil
 import subprocess
@@ -485,6 +486,29 @@ def test_commands_typed_by_root_find_the_agent_that_runs_as_somebody_else(
         frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
     finally:
         running.close()
+
+
+@needs_root
+def test_run_typed_by_root_is_the_service_s_user_s_or_does_not_run(
+    box: Box, frontend: Frontend
+) -> None:
+    box.pretend_service()
+    box("setup")
+    running = Agent({}, args=box.command("run"), runtime_dir=box.runtime_dir)
+    try:
+        running.wait_sentence("idle", 60)
+        status = Path(f"/proc/{running.pid}/status").read_text()
+        mine = {*re.findall(r"^[UG]id:\t(.*)$", status, re.MULTILINE)}
+        assert mine == {"\t".join(4 * [str(box.user.pw_uid)])}
+        call = box.backend.end_call()
+        frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
+    finally:
+        running.close()
+
+    # By sudo, and with nobody to become.
+    refused = run_once({"SUDO_UID": "1000"}, 60, box.command("run"))
+    assert refused.returncode == 78
+    one_sentence(refused, "run does not stay root")
 
 
 @needs_root

@@ -285,6 +285,17 @@ def test_a_file_system_without_acls_is_opened_by_a_group_and_the_admin_interface
     assert ready.startswith("200 "), ready
 
 
+def test_run_typed_by_root_is_the_service_s_user_s(machine: Box, frontend: Frontend) -> None:
+    machine.run("systemctl", "stop", "serversync")
+    seq = machine.enqueue()
+
+    pid = machine.sh("serversync run </dev/null >/run/typed 2>&1 & echo $!").strip()
+
+    frontend.wait(lambda: seq in frontend.seqs(), LONG, "the entry")
+    assert machine.sh(f"stat -c '%U %G' /proc/{pid}").split() == ["serversync", "serversync"]
+    machine.run("kill", pid)
+
+
 def test_the_token_comes_by_a_credential(machine: Box, frontend: Frontend) -> None:
     if machine.release.foreign and not machine.release.whole:
         pytest.skip("qemu-user has no credentials")
