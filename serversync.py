@@ -560,8 +560,8 @@ _SECRETS: Final = [
     )
 ]
 KNOWN: Final[list[str]] = []  # our own secrets, the longest first: one may be a part of another
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_CONTROL_BUT_BREAKS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROL_BUT_BREAKS: Final = re.compile(rf"{_CONTROL.pattern}(?<!\n)")
 
 
 def mask(text: str) -> str:
@@ -575,7 +575,7 @@ def mask(text: str) -> str:
 
 def clean(text: str, limit: int = 1024, lines: bool = False) -> str:
     """Text from outside, fit for SQL, the journal and sd_notify, where a line break would begin
-    another variable: no control character, no surrogate, no secret, short.
+    another variable: no control or bidi character, no surrogate, no secret, short.
 
     It is masked before it is cut: half a secret would look like none.
     """
@@ -6570,19 +6570,25 @@ order by n.nspname = 'public' desc, n.nspname limit 1
 SERVICE_USER: Final = "serversync"
 SUPERUSER: Final = "postgres"
 COLOURS: Final = {"good": "32", "warn": "33", "bad": "31", "dim": "2"}
+ESCAPE: Final = uuid.uuid4().hex  # begins our own sequences: no text from outside can hold it
 
 
-def to_stdout(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def to_stdout(text: str, instead: TextIO | None = None) -> None:
+    """The one way to a terminal, which obeys no character of the text but a line break."""
+    text = _CONTROL_BUT_BREAKS.sub(" ", text).replace(ESCAPE, "\x1b[")
+    (instead or sys.stdout).write(text + "\n")
 
 
 def as_json(value: object) -> str:
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
-    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda odd: f"\\u{ord(odd[0]):04x}", text)
+    """What `to_stdout` would change is escaped: a value stays what it is."""
+    poor = sys.stdout.encoding not in (None, "utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=poor, default=str)
+    odd = rf"{_CONTROL_BUT_BREAKS.pattern}|[\ud800-\udfff]"
+    return re.sub(odd, lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they must be; text from outside cannot move the cursor."""
+    """Columns as wide as they must be; no line break within them begins another row."""
     texts = [header, *([clean("" if c is None else str(c), limit=80) for c in r] for r in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
@@ -6591,7 +6597,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def paint(kind: str, text: str) -> str:
     plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or kind not in COLOURS
-    return text if plain else f"\x1b[{COLOURS[kind]}m{text}\x1b[0m"
+    return text if plain else f"{ESCAPE}{COLOURS[kind]}m{text}{ESCAPE}0m"
 
 
 def span(seconds: float) -> str:
@@ -6665,7 +6671,7 @@ def status_screen(view: Mapping[str, Any]) -> str:
     """One screen for a person; what is missing is said in its place."""
     lines = [f"serversync {view['version']}, device {view['device']}, to {view['frontend']}", ""]
     for title, words in _status_rows(view):
-        lines.append(f"{title:<13}{words}")
+        lines.append(f"{title:<13}{clean(words, 4096)}")  # one line, whatever is in it
     return "\n".join(lines)
 
 
@@ -6804,15 +6810,15 @@ def watch(config: Config, environ: Mapping[str, str]) -> int:
             sys.stdout.write("\x1b[?1049h")
         while True:
             screen = status_screen(survey(config, environ))
-            painted = screen.replace("\n", "\x1b[K\r\n") + "\x1b[K\x1b[J" if there else screen
-            to_stdout(("\x1b[H" if there else "") + painted)
+            painted = "\n".join(f"{line}{ESCAPE}K" for line in screen.split("\n"))
+            to_stdout(f"{ESCAPE}H{painted}{ESCAPE}J" if there else screen)
             sys.stdout.flush()
             time.sleep(1)
     except KeyboardInterrupt:
         return EX_OK
     finally:
         if there:
-            to_stdout("\x1b[?1049l" + screen)
+            to_stdout(f"{ESCAPE}?1049l{screen}")
 
 
 # --- dead letters, replay, prune, enqueue ---------------------------------------------------------
@@ -6858,7 +6864,7 @@ def _dlq_show(desk: Desk, arguments: argparse.Namespace) -> int:
         payload = f"{human(message['payload_bytes'])}: too large to be shown"
     lines = [f"{k:<16}{clean(str(v), limit=2000)}" for k, v in message.items() if v is not None]
     shown = payload if isinstance(payload, str) else as_json(payload)
-    to_stdout("\n".join([*lines, "", clean(shown, limit=PAYLOAD_ALONE, lines=True)]))
+    to_stdout("\n".join([*lines, "", shown]))
     return EX_OK
 
 
@@ -7046,8 +7052,8 @@ def _settings_screen(view: Mapping[str, Any]) -> str:
         screen += ["", table(["SECTION", "", "ITEM", "REASON"], remarks)]
     audio = view["audio"]
     text = f"announcement audio: {count(audio['files'], 'file')}, {audio['waiting']} to fetch"
-    screen += ["", text, *(f"  {n}: {why}" for n, why in audio["problems"].items())]
-    return clean("\n".join(screen), 1 << 20, lines=True)
+    screen += ["", text, *(clean(f"  {n}: {why}") for n, why in audio["problems"].items())]
+    return "\n".join(screen)
 
 
 def _settings_pull(
@@ -7142,7 +7148,7 @@ def _pull_shown(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> s
             notes.append(f"{name}: {each.skipped} skipped: {remarks_text(each.remarks, 20)}")
     nothing = "nothing would change" if arguments.dry_run else "nothing to change"
     changed = table(["SECTION", "TABLE", "CHANGE", "ITEM"], rows) if rows else nothing
-    return clean("\n".join([changed, *notes]), 1 << 20, lines=True)
+    return "\n".join([changed, *(clean(note, 8192) for note in notes)])
 
 
 def do_metrics(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -8056,23 +8062,22 @@ def doctor(
         for status, text, hint in made.findings(look):
             name = look.__name__.replace("_", " ")
             # Not masked: what is pasted must stay quoted as it is.
-            hint = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", hint).strip()
+            hint = _CONTROL.sub(" ", hint).strip()
             hint = hint.encode("utf-8", "replace").decode()
             yield Check(name, status, clean(text, 4096), hint)
 
 
-def print_checks(checks: Iterable[Check], as_json: bool, out: TextIO) -> int:
+def print_checks(checks: Iterable[Check], for_programs: bool) -> int:
     """As they come, and a verdict at the end; returns the exit code."""
-    colours = {"ok": "32", "warning": "33", "failed": "31", "skipped": "2"}
+    colours = {"ok": "good", "warning": "warn", "failed": "bad", "skipped": "dim"}
     seen = []
     for check in checks:
         seen.append(check)
-        status = f"{check.status:<8}"
-        if out.isatty():
-            status = f"\033[{colours[check.status]}m{status}\033[0m"
+        status = paint(colours[check.status], f"{check.status:<8}")
         hint = f"\n{'':<9}{check.hint}" if check.hint else ""
-        if not as_json:
-            print(f"{status} {check.name}: {check.text}{hint}", file=out, flush=True)
+        if not for_programs:
+            to_stdout(f"{status} {check.name}: {check.text}{hint}")
+            sys.stdout.flush()
     failed, warnings = (
         len({check.name for check in seen if check.status == status})
         for status in ("failed", "warning")
@@ -8081,7 +8086,7 @@ def print_checks(checks: Iterable[Check], as_json: bool, out: TextIO) -> int:
     said += [count(warnings, "warning")] if warnings else []
     verdict = ", ".join(said) or "all is well"
     shown = {"verdict": verdict, "checks": [asdict(check) for check in seen]}
-    print(json.dumps(shown, indent=2) if as_json else verdict, file=out)
+    to_stdout(as_json(shown) if for_programs else verdict)
     return EX_PERSON if failed else EX_OK
 
 
@@ -8111,7 +8116,7 @@ def do_doctor(
         config = error
     origins = origins_of(arguments.env_file, environ)
     try:
-        return print_checks(doctor(config, environ, origins), arguments.json, sys.stdout)
+        return print_checks(doctor(config, environ, origins), arguments.json)
     except Stopping:
         return EX_TEMPFAIL
 
@@ -9357,7 +9362,7 @@ COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str
 def refuse(error: ConfigError) -> int:
     """Every problem on a line of its own, and a sentence for `systemctl status`."""
     for problem in error.problems:
-        print(f"serversync: {mask(problem)}", file=sys.stderr)
+        to_stdout(f"serversync: {clean(problem, 4096)}", sys.stderr)
     more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
     sentence = clean(f"not configured: {error.problems[0]}{more}")
     daemon.notify(f"STATUS={sentence}")
@@ -9366,10 +9371,12 @@ def refuse(error: ConfigError) -> int:
 
 def complain(error: Exception) -> None:
     text = clean(" ".join(str(error).split()))
-    print(f"serversync: {text}", file=sys.stderr)
+    to_stdout(f"serversync: {text}", sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks; of stderr it is so
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:

@@ -28,7 +28,9 @@ from ledger import dead_letters
 from pg import Database
 from waiting import wait_until
 
-CONTROL = {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)} - {"\n"}
+BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+CONTROL = {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))} - {"\n"}
+CONTROL |= {"\u2028", "\u2029", *BIDI}
 # As if each had been given up: no request is needed to fill a page.
 BURIED = """
     WITH letter AS (

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import struct
 import termios
@@ -15,7 +16,7 @@ import pytest
 
 import serversync
 from agent import Agent, AgentFactory, agent_env
-from desk import assert_plain, bury, state_file
+from desk import BIDI, CONTROL, Desk, Terminal, assert_plain, bury, state_file
 from frontend import Frontend, Reply
 from pg import Database
 from waiting import wait_until
@@ -102,6 +103,35 @@ def test_a_full_disk_behind_the_output_is_one_sentence_and_an_exit_code(
         assert command.wait(60) == 1, command.log()
         assert_plain(command.log())
         assert command.log() == "serversync: [Errno 28] No space left on device\n"
+
+
+# -- what it says ---------------------------------------------------------------------------------
+
+
+def test_whatever_is_in_the_state_file_no_character_of_it_is_obeyed(
+    agent: AgentFactory, schema: None, tmp_path: Path
+) -> None:
+    hostile = f"\x1b]0;title\x07\x1b[32m\x9b2J{BIDI}\ud800\r\ndatabase     well"
+    outage = STATE["outages"][0] | {"reason": hostile, "endpoint": hostile}
+    state = STATE | {"sentence": hostile, "outages": [outage]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    desk = Desk(agent)
+    here: dict[str, Any] = {"RUNTIME_DIRECTORY": tmp_path}
+    # Desk looks at every character of it.
+    lines = desk("status", **here).stdout.splitlines()
+    assert sum("database     well" in line for line in lines) == 2
+    assert not any(line.startswith("database     well") for line in lines)
+    assert "title" in desk("doctor", code=1, **here).stdout
+    view = desk.json("status", **here)
+    assert view["agent"]["sentence"] == view["outages"][0]["reason"] == hostile
+    texts = [check["text"] for check in desk.json("doctor", code=1, **here)["checks"]]
+    assert any("title" in text for text in texts)
+    for line in (["status"], ["status", "--watch"], ["doctor"]):
+        with Terminal(agent.env(**here), *line, rows=60, columns=250) as terminal:
+            terminal.wait_for("title")
+        plain = re.sub(r"\x1b\[([KJH]|\?1049[hl]|0m|2m|3[123]m)|\r\n", "", terminal.written)
+        assert not CONTROL & set(plain), (line, plain)
+        assert "\x1b[32m\x9b" not in terminal.written
 
 
 # -- its connection -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from agent import AgentFactory
 from backend import Backend
-from desk import BURIED_MANY, Desk, Letter, Typist, bury, give_up, state_of
+from desk import BIDI, BURIED_MANY, Desk, Letter, Typist, bury, give_up, state_of
 from frontend import Frontend, Reply
 from ledger import dead_letters, let_hours_pass
 from pg import Database
@@ -555,7 +555,7 @@ def test_a_number_of_any_length_is_shown(typist: Typist, schema: None, db: Datab
 def test_hostile_text_never_reaches_the_terminal(
     typist: Typist, schema: None, db: Database
 ) -> None:
-    hostile = "\x1b[2J\x9b31m\r\n\x07\u2028 ä日本"
+    hostile = f"\x1b[2J\x9b31m\r\n\x07\u2028 ä日本{BIDI}"
     payload = {hostile: [hostile]}
     (letter,) = bury(db, [payload], topic=hostile, error=f"HTTP 400: {hostile}")
     # Desk looks at every answer: of both kinds, and of each command.
@@ -570,6 +570,24 @@ def test_hostile_text_never_reaches_the_terminal(
     typist("dlq", "retry", letter)
     typist("status", code=None)
     typist("status", "--json", code=None)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_terminal_that_lacks_letters_gets_them_escaped(
+    desk: Desk, schema: None, db: Database, encoding: str
+) -> None:
+    text = "日本 \U0001f600"
+    (letter,) = bury(db, [{"name": text}], topic=text, error=text)
+    poor: dict[str, Any] = {"PYTHONIOENCODING": encoding}
+    assert desk.json("dlq", "show", letter, **poor)["payload"] == {"name": text}
+    (listed,) = desk.json("dlq", "list", **poor)["messages"]
+    assert listed["original_topic"] == listed["error_message"] == text
+    for line in (["dlq", "list"], ["dlq", "show", letter], ["dlq", "retry", letter]):
+        desk(*line, **poor)
+    assert "\\u65e5" in desk("status", code=69, **poor).stdout
+    desk("doctor", code=1, **poor)
+    desk("--help", **poor)
+    assert "no dead letter" in desk("dlq", "show", NOBODY, code=1, **poor).stderr
 
 
 def test_an_argument_that_is_no_text_is_refused_in_words(

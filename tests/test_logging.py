@@ -270,6 +270,7 @@ def test_masking_twice_changes_nothing_more(
         ("日本語 é", "日本語 é"),
         ("a\0b\0", "a b "),
         ("a\ud800b\udfffc", "a?b?c"),
+        ("a\u061cb\u200ec\u200fd\u202ae\u202ef\u2066g\u2069h", "a b c d e f g h"),
         ("x" * 5000, "x" * 1024),
         ("話" * 5000, "話" * 1024),
     ],
