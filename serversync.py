@@ -6909,7 +6909,9 @@ DLQ: Final = {
 
 
 def confirmed(arguments: argparse.Namespace, sentence: str) -> bool:
-    """Destructive commands say what they will do, and want --yes."""
+    """Destructive commands say what they will do, and want --yes; of programs at once."""
+    if not arguments.yes and "json" in arguments and arguments.json:
+        raise Refused("invalid", f"{sentence} To do it, add --yes.")
     if not arguments.yes:
         to_stdout(f"{sentence} To do it, add --yes.")
     return bool(arguments.yes)
@@ -7069,9 +7071,12 @@ def _settings_pull(
         with Desk(config, "settings") as desk:
             store = SettingsStore(desk.session)
             outcomes = pull_now(config, frontend, store, really, process)
-            to_stdout(_pull_shown(outcomes, arguments))
-            if really:
-                _audio_now(Audio(frontend, store, config.announcements_dir), process)
+            audio = Audio(frontend, store, config.announcements_dir)
+            problems = _audio_now(audio, process) if really else iter(())
+            before = dict(problems) if arguments.json else {}  # one JSON text
+            to_stdout(_pull_shown(outcomes, before, arguments))
+            for name, why in problems:
+                to_stdout(f"{name}: {why}")
     except NotNow as why:
         raise Unavailable(f"no settings now, the last good ones stay: {why}") from None
     except Stopping:
@@ -7106,8 +7111,9 @@ def pull_now(
     raise overtaken
 
 
-def _audio_now(audio: Audio, process: Process) -> None:
-    """All that is due, one after the other; what the agent does meanwhile does no harm."""
+def _audio_now(audio: Audio, process: Process) -> Iterator[tuple[str, str]]:
+    """All that is due, one after the other; what the agent does meanwhile does no harm. Yields
+    what is not there now, and why."""
     with contextlib.suppress(AudioTrouble):
         audio.look()
     while (file := audio.next()) is not None and file.wait <= 0:
@@ -7115,13 +7121,15 @@ def _audio_now(audio: Audio, process: Process) -> None:
         try:
             drive(audio.handle(file), process)
         except AudioTrouble as trouble:
-            to_stdout(f"{file.name}: {audio.failed(file, str(trouble))}")
+            yield file.name, audio.failed(file, str(trouble))
         except NotNow as why:
-            to_stdout(f"{file.name}: {audio.failed(file, str(why))}")
+            yield file.name, audio.failed(file, str(why))
             return
 
 
-def _pull_shown(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> str:
+def _pull_shown(
+    outcomes: Sequence[Outcome], problems: Mapping[str, str], arguments: argparse.Namespace
+) -> str:
     """What was changed, or (--dry-run) would be."""
     if arguments.json:
         shown = [
@@ -7131,7 +7139,8 @@ def _pull_shown(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> s
                            for change in each.changes]}
             for each in outcomes
         ]  # fmt: skip
-        return as_json({"dry_run": arguments.dry_run, "sections": shown})
+        audio = {"problems": problems}
+        return as_json({"dry_run": arguments.dry_run, "sections": shown, "audio": audio})
     rows, notes = [], []
     for each in outcomes:
         name = each.section.name
@@ -9429,6 +9438,10 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if arguments.command == "doctor":
         return do_doctor(read, arguments, environ)
     if arguments.command == "setup" and (arguments.recordings or arguments.announcements):
+        if arguments.print_sql:
+            raise Refused(
+                "invalid", "--print-sql prints what the database needs: name no directory"
+            )
         return setup_rights(arguments, environ)  # before there is any configuration
     config = read()
     configure_logging(config)

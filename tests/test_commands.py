@@ -134,6 +134,14 @@ def test_whatever_is_in_the_state_file_no_character_of_it_is_obeyed(
         assert "\x1b[32m\x9b" not in terminal.written
 
 
+@pytest.mark.parametrize("option", ["--recordings", "--announcements"])
+def test_whoever_only_wants_sql_to_be_printed_opens_no_directory(
+    agent: AgentFactory, tmp_path: Path, option: str
+) -> None:
+    refused = Desk(agent)("setup", "--print-sql", option, str(tmp_path), code=2)
+    assert refused.stdout == "" and "name no directory" in refused.stderr
+
+
 # -- its connection -------------------------------------------------------------------------------
 
 

@@ -351,6 +351,8 @@ def test_deleting_says_what_it_will_do_and_does_it_only_with_yes(
     first, second, third = bury(db, [{"n": 1}, {"n": 2}, {"n": 3}])
     warned = typist("dlq", "delete", first, second)
     assert "deletes 2 dead letters" in warned.stdout and "--yes" in warned.stdout
+    refused = typist("dlq", "delete", first, second, "--json", code=2)  # a program shall notice
+    assert refused.stdout == "" and "--yes" in refused.stderr
     assert len(dead_letters(db)) == 3
     told = typist.json("dlq", "delete", first, second, "--yes")
     assert [each["success"] for each in told] == [True, True]

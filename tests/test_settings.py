@@ -1221,6 +1221,18 @@ def test_a_dry_run_shows_the_difference_and_writes_nothing(
     assert places(db) == before and db.rows(state) == known
 
 
+def test_as_json_a_pull_is_one_text_with_the_audio_that_is_missing_in_it(
+    desk: Desk, frontend: Frontend, db: Database
+) -> None:
+    gone = announcement("gone", audioFileUrl="/audio/announcements/gone.wav")
+    Desired(announcements=[gone]).serve(frontend)
+    told = desk.json("settings", "pull")
+    assert list(told["audio"]["problems"]) == ["gone.wav"]
+    db.execute("UPDATE serversync.audio_files SET next_attempt_at = now()")
+    lines = desk("settings", "pull").stdout.splitlines()
+    assert lines[-1].startswith("gone.wav: the frontend does not have it yet")
+
+
 def test_settings_without_a_schema_or_a_frontend_say_so(
     agent: AgentFactory, frontend: Frontend
 ) -> None:
