@@ -1310,7 +1310,8 @@ TRY_LOCK: Final = "select pg_try_advisory_lock(%(key)s::bigint)"
 # What is there, and which rights this role lacks on it. No lock.
 RIGHTS: Final = """
 select outbox is not null, recordings::text, to_regnamespace('serversync') is not null,
-       to_regclass('serversync.schema_version') is not null,
+       to_regclass(case when has_schema_privilege(to_regnamespace('serversync'), 'usage')
+                        then 'serversync.schema_version' end) is not null,
        quote_ident(current_user), current_database()::text,
        array_remove(array[
            case when not (has_table_privilege(outbox, 'select')
@@ -1898,8 +1899,7 @@ class Session:
 
     def _prepare(self) -> None:
         """Makes what is the agent's own; says what is missing of the rest."""
-        row = self.run(RIGHTS)[0]
-        outbox, recordings, schema, ours, role, name, missing, encoding = row
+        outbox, recordings, schema, ours, role, name, missing, encoding = self.run(RIGHTS)[0]
         if not outbox:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
         if encoding not in ("UTF8", "SQL_ASCII"):
@@ -5791,6 +5791,10 @@ class Refused(Exception):
         self.kind = kind  # not_found, invalid, conflict
 
 
+class Unfit(Unavailable):
+    """The database is there, and a person must change something in it first."""
+
+
 def as_root() -> str:
     return shlex.join(["sudo", "serversync", *sys.argv[1:]])
 
@@ -5838,33 +5842,22 @@ class Desk:
 
     def run(self, sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
         """One statement; its rows. Raises Unavailable in words for what a person can mend."""
-        self._listen_for(DB_DEADLINE)
         try:
-            cursor = self.conn.execute(sql, params or None)
-            return cursor.fetchall() if cursor.description else []
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
-            missing = SCHEMA_MISSING if "serversync." in str(error) else str(error)
-            raise Unavailable(missing) from None
-        except psycopg.errors.InsufficientPrivilege as error:
-            raise Unavailable(f"{error.diag.message_primary}: run: sudo serversync setup") from None
+            with self.session() as conn:
+                cursor = conn.execute(sql, params or None)
+                return cursor.fetchall() if cursor.description else []
         except psycopg.OperationalError as error:
             if (error.sqlstate or "").startswith("54"):  # a program limit: what was asked for
                 raise
             raise Unavailable(f"the database does not answer: {error}") from None
-        finally:
-            self._relax()
 
     def pages(self, sql: str, /, **params: Any) -> Iterator[tuple[Any, ...]]:
         """The rows of a result that may be long: the server keeps it, and we read it in pages."""
-        self._listen_for(DB_DEADLINE)
-        try:
-            with self.conn.transaction(), self.conn.cursor("pages") as rows:
-                rows.execute(sql, params)
-                while page := rows.fetchmany(1000):
-                    self._listen_for(DB_DEADLINE)
-                    yield from page
-        finally:
-            self._relax()
+        with self.session() as conn, conn.transaction(), conn.cursor("pages") as rows:
+            rows.execute(sql, params)
+            while page := rows.fetchmany(1000):
+                self._listen_for(DB_DEADLINE)
+                yield from page
 
     @contextlib.contextmanager
     def session(self) -> Iterator[psycopg.Connection[Any]]:
@@ -5872,8 +5865,11 @@ class Desk:
         self._listen_for(DB_DEADLINE)
         try:
             yield self.conn
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-            raise Unavailable(SCHEMA_MISSING) from None
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+            missing = SCHEMA_MISSING if "serversync." in str(error) else str(error)
+            raise Unavailable(missing) from None
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise Unfit(f"{error.diag.message_primary}: run: sudo serversync setup") from None
         finally:
             self._relax()
 
@@ -9402,7 +9398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error)
     except (Unavailable, psycopg.Error) as error:
         complain(error)
-        return EX_UNAVAILABLE
+        return EX_CONFIG if isinstance(error, Unfit) else EX_UNAVAILABLE
     except Refused as error:
         complain(error)
         return EX_USAGE if error.kind == "invalid" else EX_PERSON

@@ -16,7 +16,7 @@ import pytest
 
 import serversync
 from agent import Agent, AgentFactory, agent_env
-from desk import BIDI, CONTROL, Desk, Terminal, assert_plain, bury, state_file
+from desk import BIDI, CONTROL, Desk, Terminal, Typist, assert_plain, bury, state_file
 from frontend import Frontend, Reply
 from pg import Database
 from waiting import wait_until
@@ -140,6 +140,30 @@ def test_whoever_only_wants_sql_to_be_printed_opens_no_directory(
 ) -> None:
     refused = Desk(agent)("setup", "--print-sql", option, str(tmp_path), code=2)
     assert refused.stdout == "" and "name no directory" in refused.stderr
+
+
+def test_a_right_that_the_role_lacks_is_78_and_the_line_that_grants_it_of_every_command(
+    agent: AgentFactory, schema: None, typist: Typist, db: Database
+) -> None:
+    (letter,) = bury(db, [{"n": 1}])
+    name = f"{db.name}_poor"
+    with db.admin() as admin:
+        admin.execute(f"CREATE ROLE {name} LOGIN")
+    try:
+        poor: dict[str, Any] = {"DATABASE_URL": db.cluster.url(db.name, user=name)}
+        lines = ["dlq list", "dlq retry-all", "replay --seq 1- --yes", "prune --yes", "settings"]
+        lines += [f"dlq show {letter}", f"dlq retry {letter}", f"dlq delete {letter} --yes"]
+        lines += ["settings pull", "settings accept call-actions", "once"]
+        for rights in ("", f"GRANT SELECT, UPDATE ON sync_outbox, recordings, system_settings"
+                           f" TO {name}"):  # fmt: skip
+            with db.admin() as admin:
+                admin.execute(rights or "SELECT 1")
+            for line in lines:
+                told = typist(*line.split(), code=78, **poor).stderr
+                assert "sudo serversync setup" in told and "LINE 1" not in told, line
+    finally:
+        with db.admin() as admin:
+            admin.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
 
 
 # -- its connection -------------------------------------------------------------------------------

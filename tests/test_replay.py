@@ -511,18 +511,6 @@ def test_without_a_database_or_its_schema_the_missing_one_is_named(
         assert done.returncode == 69 and words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_role_without_the_right_to_do_it_is_told_the_line(
-    desk: Desk, schema: None, agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    role = f"poor_{db.name}"
-    with db.admin() as admin:
-        admin.execute(f"CREATE ROLE {role} LOGIN")
-    url: Any = {"DATABASE_URL": db.cluster.url(db.name, user=role)}
-    for args in (["replay", "--seq", "1-"], ["prune"], ["dlq", "list"], ["dlq", "retry-all"]):
-        said = desk(*args, code=69, **url).stderr
-        assert "permission denied" in said and "sudo serversync setup" in said
-
-
 @pytest.mark.parametrize(
     ("command", "when"),
     [
