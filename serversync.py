@@ -6180,25 +6180,33 @@ def _against(row: Sequence[Any], force: bool) -> str | None:
 
 @contextlib.contextmanager
 def put_back(desk: Desk) -> Iterator[list[int]]:
-    """Around what puts entries back into the queue, and names them in the list."""
+    """Around all that puts entries back into the queue, and names them in the list: what is newer
+    and on its way just now is waited for once, however many they are."""
     desk.run(NO_LOOPS)
     began = desk.run("select clock_timestamp()")[0][0]
     seqs: list[int] = []
-    yield seqs
-    until = time.monotonic() + desk.patience
-    while seqs:
-        newer = desk.run(SEND_LAST, seqs=seqs, began=began)[0][0]
-        desk.run("notify serversync")
-        under_way = newer and desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]
-        if not under_way or time.monotonic() > until:
-            break
-        time.sleep(0.2)  # a newer one may be on its way just now
+    try:
+        yield seqs
+    finally:  # for those before one that fails, too
+        until = time.monotonic() + desk.patience
+        while seqs:
+            newer = desk.run(SEND_LAST, seqs=seqs, began=began)[0][0]
+            desk.run("notify serversync")
+            under_way = newer and desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]
+            if not under_way or time.monotonic() > until:
+                break
+            time.sleep(0.2)
 
 
 def retry_letter(desk: Desk, name: str, force: bool) -> dict[str, Any]:
     """Puts a letter back into the queue; the agent does the rest."""
+    with put_back(desk) as seqs:
+        return revive(desk, name, force, seqs)
+
+
+def revive(desk: Desk, name: str, force: bool, seqs: list[int]) -> dict[str, Any]:
     ids = [_letter_id(name)]
-    with put_back(desk) as seqs, desk.conn.transaction():
+    with desk.conn.transaction():
         rows = desk.run(JUDGE_LETTERS, ids=ids, topic=None, after=0)
         if not rows:
             raise Refused("not_found", f"there is no dead letter {name}")
@@ -6206,7 +6214,7 @@ def retry_letter(desk: Desk, name: str, force: bool) -> dict[str, Any]:
         if against:
             raise Refused("conflict", f"dead letter {name} is not sent again: {against}")
         desk.run(REVIVE, ids=ids)
-        seqs.append(rows[0][1])
+    seqs.append(rows[0][1])
     message = f"entry {rows[0][1]} is in the queue again"
     return {"id": name, "status": "RETRYING", "message": message}
 
@@ -6879,7 +6887,8 @@ def _each(arguments: argparse.Namespace, act: Callable[[str], dict[str, Any]]) -
 
 
 def _dlq_retry(desk: Desk, arguments: argparse.Namespace) -> int:
-    return _each(arguments, lambda name: retry_letter(desk, name, arguments.force))
+    with put_back(desk) as seqs:
+        return _each(arguments, lambda name: revive(desk, name, arguments.force, seqs))
 
 
 def _dlq_delete(desk: Desk, arguments: argparse.Namespace) -> int:

@@ -324,6 +324,28 @@ def test_what_is_refused_does_not_stop_the_rest(
     assert states == ["RETRYING", "PENDING", "RETRYING"]
 
 
+def test_newer_entries_that_wait_in_an_outage_are_waited_for_once_not_for_each_letter(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    letters = give_up(agent, backend, frontend, *["schedule"] * 3)
+    frontend.on_entries = lambda request: Reply(503)
+    running = agent()
+    for letter in letters:
+        backend.enqueue("schedule", entity_id=letter.entity, payload={"is": "new"})
+    running.wait_log("outage, nothing is lost")
+    ids = [letter.id for letter in letters]
+    patient = agent(args=["dlq", "retry", "--force", *ids], SYNC_TIMEOUT_SEC=600)
+    in_queue = "SELECT count(*) FROM serversync.dead_letters WHERE status = 'RETRYING'"
+    wait_until(lambda: db.value(in_queue) == 3, 60, "all of them in the queue", patient.log)
+    assert patient.running  # perhaps a newer one is on its way just now
+    frontend.on_entries = None
+    running.hup()
+    assert patient.wait(60) == 0, patient.log()
+    wait_until(lambda: not db.pending(), 60, "all of them", running.log)
+    for letter in letters:
+        assert frontend.store[letter.entity]["payload"] == {"is": "new"}
+
+
 def test_retry_all_takes_one_topic_where_it_is_named_and_goes_on_beyond_a_chunk(
     typist: Typist, schema: None, db: Database
 ) -> None:
