@@ -536,12 +536,13 @@ class EntryTrouble(Exception):
 log: Final = logging.getLogger("serversync")
 
 # A value in quotes, with what is escaped in it, also where all of it was escaped once more (JSON in
-# JSON, or in a repr); without its end: to the end.
+# JSON, or in a repr); without its end: to the end. One in brackets; where these nest: to the end.
 _NO_END: Final = r"(?![\s,;:)}\]&]|\Z)"
 _IN_QUOTES: Final = (
     rf"\*\*\*|\"(?:[^\"\\]|\\.|(?<=\\)\"{_NO_END})*\"?|'(?:[^'\\]|\\.|''|(?<=\\)'{_NO_END})*'?"
     r"|(?P<mark>\\+[\"'])(?:(?!(?<!\\)(?P=mark)).)*(?:(?P=mark))?"
 )
+_BRACKETS: Final = r"[\[{](?:[^\[\]{}\"'\\]|\"[^\"\\]*\"|'[^'\\]*')*+[\]}]|[\[{].*"
 _WORD: Final = r"(?:\\+[\"']?|[^\s\"'&,;\\])+"
 _IS: Final = r"\\*[\"']?\s*[=:]\s*"
 _NAMES: Final = "password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key"
@@ -555,7 +556,7 @@ _SECRETS: Final = [
         (r"(?i)\b(bearer|basic)\s+[^\s\"',;]+", r"\1 ***"),
         # A password may hold any character but a blank: up to the last @ before a quote.
         (r"(://[^/\s:]{0,500}:)[^\s@]{0,1000}@(?:[^\s\"'<>]{0,1000}@)?", r"\1***@"),
-        (rf"(?is)((?:{_NAMES}){_IS})(?:{_IN_QUOTES}|{_WORD})", r"\1***"),
+        (rf"(?is)((?:{_NAMES}){_IS})(?:{_IN_QUOTES}|{_BRACKETS}|{_WORD})", r"\1***"),
         (rf"\b(?:{_TOKENS})[\w.-]{{16,}}", "***"),
     )
 ]
@@ -1912,8 +1913,7 @@ class Session:
                 self.run("create schema serversync")
             known = self.run(VERSION)[0][0] if ours else 0
             if known < SCHEMA_VERSION:
-                make = "set local statement_timeout = 0;" + MIGRATIONS[known]
-                self.run(make, INDEX_DEADLINE)
+                self.run("set local statement_timeout = 0;" + MIGRATIONS[known], INDEX_DEADLINE)
                 now = f"schema serversync is now at version {SCHEMA_VERSION}"
                 say(logging.INFO, "migrated", now)
         except psycopg.errors.InsufficientPrivilege:
@@ -6143,24 +6143,25 @@ def _message(row: Sequence[Any]) -> dict[str, Any]:
     if text is not None:
         message["payload"] = mask(text)  # too deep, a number too long: as text
         with contextlib.suppress(RecursionError, ValueError):
-            message["payload"] = without_secrets(json.loads(text))
+            message["payload"] = without_secrets(json.loads(text), hides=object)
     return message
 
 
 _SECRET_KEY: Final = re.compile(f"(?i){_NAMES}")
 
 
-def without_secrets(value: Any) -> Any:
-    """A payload as it may be shown: what looks like a secret is masked."""
+def without_secrets(value: Any, hides: type = str) -> Any:
+    """As it may be shown: what looks like a secret is masked, and what a secret's name stands for:
+    in a payload whatever it is, in our own views only texts (numbers count what has that name)."""
     if isinstance(value, dict):
         return {
             mask(key): "***"
-            if isinstance(inner, str) and _SECRET_KEY.search(key)
-            else without_secrets(inner)
+            if inner is not None and isinstance(inner, hides) and _SECRET_KEY.search(key)
+            else without_secrets(inner, hides)
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [without_secrets(inner) for inner in value]
+        return [without_secrets(inner, hides) for inner in value]
     return mask(value) if isinstance(value, str) else value
 
 

@@ -526,6 +526,10 @@ def test_secrets_in_payloads_are_not_shown(typist: Typist, schema: None, db: Dat
             "inner": [{"api_key": "hunter-2", "n": 1}],
             "note": "Authorization: Bearer hunter-3-0123456789 and our-own-token",
             "our-own-token": 1,
+            "tokens": ["hunter-4"],
+            "secrets": {"of_yours": ["hunter-5"]},
+            "pwd": 47114711,
+            "no_password": None,
             "name": "visible",
         },
         deep,
@@ -537,9 +541,9 @@ def test_secrets_in_payloads_are_not_shown(typist: Typist, schema: None, db: Dat
         texts += [
             typist("dlq", "show", letter, *how, **settings).stdout for how in ([], ["--json"])
         ]
-    for secret in ("hunter", "our-own-token", "abcdef0123456789"):
+    for secret in ("hunter", "our-own-token", "abcdef0123456789", "47114711"):
         assert [text for text in texts if secret in text] == []
-    assert "visible" in texts[0]
+    assert "visible" in texts[0] and '"no_password": null' in texts[0]
 
 
 def test_a_large_payload_is_not_shown_whole(typist: Typist, schema: None, db: Database) -> None:

@@ -72,6 +72,11 @@ SECRETS: list[tuple[str, str]] = [
     ("https://voice.example.com/x?token=hunter2&page=1", "hunter2"),
     ("SYNC_TOKEN=hunter2", "hunter2"),
     ("client_secret: hunter2", "hunter2"),
+    ('{"token": ["a], b", "hunter2"], "x": 1}', "hunter2"),
+    ("{'secret': {'name': 'hunter2'}, 'x': 1}", "hunter2"),
+    ('cut: {"secret": {"deep": [1], "name": "hunter2"}}', "hunter2"),
+    ('cut: {\\"token\\": [\\"a]\\", \\"hunter2\\"]}', "hunter2"),
+    ('{"password": 47114711}', "47114711"),
     ("aws_access_key_id AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7EXAMPLE"),
     ("temporary ASIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE"),
     ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "wJalrXUtnFEMI"),
@@ -169,7 +174,7 @@ def test_a_secret_is_masked_in_a_message_its_arguments_its_fields_and_its_except
     assert all("***" in message + str(fields) for message, fields in sent)
     exception = sent[-1][1]["EXCEPTION_TEXT"]
     assert "ValueError" in exception
-    if not text.startswith("cut: "):  # a key without an end hides all that follows
+    if not text.startswith("cut: "):  # a key without an end, or what nests, hides all behind
         assert "RuntimeError: because of" in exception
 
 
@@ -192,6 +197,7 @@ def test_the_words_around_a_secret_stay_readable() -> None:
     masked = mask(text)
     for words in ("request to https://u:", "@h/x failed: Bearer ", "password=", ", then more"):
         assert words in masked
+    assert mask('{"token": ["is, a"], "seq": 5}') == '{"token": ***, "seq": 5}'
 
 
 @pytest.mark.usefixtures("known")
@@ -237,6 +243,7 @@ HOSTILE = [
         "\\\\",
         "''",
     ),
+    *("token=[", 'secret={"a', "pwd=['a', ", 'token=[""', "token={}"),
     *("sk-", "AKIA", '<p class="x">a = b</p>\n', 'token=\\"\\\\\\"'),
 ]
 
