@@ -6584,10 +6584,10 @@ def to_stdout(text: str, instead: TextIO | None = None) -> None:
     (instead or sys.stdout).write(text + "\n")
 
 
-def as_json(value: object) -> str:
+def as_json(value: object, indent: int | None = 2) -> str:
     """What `to_stdout` would change is escaped: a value stays what it is."""
-    poor = sys.stdout.encoding not in (None, "utf-8")
-    text = json.dumps(value, indent=2, ensure_ascii=poor, default=str)
+    poor = getattr(sys.stdout, "encoding", None) not in (None, "utf-8")
+    text = json.dumps(value, indent=indent, ensure_ascii=poor, default=str)
     odd = rf"{_CONTROL_BUT_BREAKS.pattern}|[\ud800-\udfff]"
     return re.sub(odd, lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -8185,8 +8185,7 @@ class Reply:
 
 
 def json_reply(content: Any, status: int = 200) -> Reply:
-    text = json.dumps(content, ensure_ascii=False, default=str) + "\n"
-    return Reply(status, text.encode("utf-8", "replace"))
+    return Reply(status, f"{as_json(content, indent=None)}\n".encode())
 
 
 class Denied(Exception):

@@ -541,6 +541,18 @@ def test_secrets_are_never_shown(
     assert re.findall(r"hunter2|secret-\d", shown) == []
 
 
+def test_no_character_of_an_answer_is_obeyed_by_a_terminal_that_shows_it(
+    agent: AgentFactory, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    payload = {"text": f"\x1b[2J\x9b31m{desk.BIDI}\u2028日本"}
+    (letter,) = desk.bury(db, [payload])
+    _, web = start_admin(agent)
+    answer = web.ask(f"/api/v1/dlq/messages/{letter}")
+    assert answer.json["payload"] == payload and "日本" in answer.text
+    desk.assert_plain(answer.text)
+
+
 # -- requests that are none ------------------------------------------------------------------------
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
