@@ -9405,6 +9405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return dispatch(arguments, environ)
     except ConfigError as error:
         return refuse(error)
+    except (psycopg.errors.UndefinedColumn, psycopg.errors.UndefinedFunction) as error:
+        why = f"the schema serversync is of another version: {error.diag.message_primary}"
+        return refuse(ConfigError([f"{why}: run: sudo serversync doctor"]))
     except (Unavailable, psycopg.Error) as error:
         complain(error)
         return EX_CONFIG if isinstance(error, Unfit) else EX_UNAVAILABLE

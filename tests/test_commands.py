@@ -134,6 +134,16 @@ def test_whatever_is_in_the_state_file_no_character_of_it_is_obeyed(
         assert "\x1b[32m\x9b" not in terminal.written
 
 
+def test_a_schema_of_a_newer_version_is_78_and_the_doctor_knows_what_to_do(
+    schema: None, typist: Typist, db: Database
+) -> None:
+    db.execute("INSERT INTO serversync.schema_version VALUES (99)")
+    db.execute("ALTER TABLE serversync.dead_letters RENAME attempts TO charged")
+    assert "run: sudo serversync doctor" in typist("dlq", "list", code=78).stderr
+    assert "newer version" in typist("once", code=78).stderr
+    assert "version 99" in typist("doctor", code=1).stdout
+
+
 @pytest.mark.parametrize("option", ["--recordings", "--announcements"])
 def test_whoever_only_wants_sql_to_be_printed_opens_no_directory(
     agent: AgentFactory, tmp_path: Path, option: str
