@@ -7520,6 +7520,14 @@ where {PENDING_FILE} and {READABLE}
   and serversync.uploaded(serversync.to_uuid(coalesce(
       o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) is null
 """
+# Findings: nobody but a person can decide what becomes of them.
+CORRUPT_ROWS: Final = """
+select 'failed', format('entry %s (%s) cannot be read, its row in sync_outbox is corrupt: '
+                        'restore it from a backup, or give it up', outbox_id, entity_type),
+       format('sudo -u postgres psql -d %I -c "update sync_outbox set processed_at = now() '
+              'where id = %s"', current_database(), outbox_id)
+from serversync.waiting where code in ('ROW_CORRUPT', 'SESSION_LOST') order by outbox_id limit 9
+"""
 FAILED_DELETIONS: Final = """
 select count(*) over (), outbox_id, directory, error from serversync.uploads
 where error is not null order by outbox_id limit 1
@@ -7624,10 +7632,6 @@ class Doctor:
             raise Skip("the frontend cannot be reached")
         return self._answer
 
-    @property
-    def store(self) -> Recordings:
-        return Recordings(self.config.recordings_dir)
-
     @contextlib.contextmanager
     def root(self) -> Iterator[int]:
         """The recordings directory. Skip or EntryTrouble: it is not the one we know."""
@@ -7638,7 +7642,7 @@ class Doctor:
                 text = f"{path} cannot be marked: user {os.geteuid()} may not write there"
                 raise EntryTrouble(Fate.OUTAGE, "ROOT_MISSING", text)
             raise Skip(f"{path} is not marked yet: by the agent's start")
-        with self.store.root(known or "", lambda _: None) as root:
+        with Recordings(path).root(known or "", lambda _: None) as root:
             yield root
 
     # --- configuration and database -------------------------------------------------------------
@@ -8001,6 +8005,10 @@ class Doctor:
             yield "warning", f"{text}: {outbox['reasons'] or 'no failures'}", "serversync status"
         return text
 
+    def corrupt_rows(self) -> Findings:
+        yield from self.ledger.run(CORRUPT_ROWS)
+        return "none"
+
     def dead_letters(self) -> Findings:
         letters = self.view["dead_letters"]
         if letters is None:
@@ -8016,7 +8024,8 @@ CHECKS: Final = (
     Doctor.trigger, Doctor.notify, Doctor.frontend, Doctor.token, Doctor.certificate, Doctor.clock,
     Doctor.recordings, Doctor.orphans, Doctor.missing_files, Doctor.deletions, Doctor.disk,
     Doctor.arrivals, Doctor.file_urls, Doctor.settings, Doctor.agent, Doctor.unit,
-    Doctor.memory_cgroup, Doctor.outage, Doctor.backlog, Doctor.dead_letters,
+    Doctor.memory_cgroup, Doctor.outage, Doctor.backlog, Doctor.corrupt_rows,
+    Doctor.dead_letters,
 )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ NAMES = [
     "memory cgroup",
     "outage",
     "backlog",
+    "corrupt rows",
     "dead letters",
 ]
 # What the machine that runs the tests may lack.
