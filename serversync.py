@@ -80,6 +80,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
@@ -8147,13 +8148,15 @@ def do_doctor(
 
 # ==================================================================================================
 # The admin interface
-# A process of its own: one answer a connection, four workers, a deadline on everything. Its socket
-# is systemd's: the process ends when nobody asks, and the next one finds what came meanwhile.
+# A process of its own: one answer a connection, a deadline on everything. One loop reads and writes
+# at the pace of those who ask; four workers find the answers. Its socket is systemd's: the process
+# ends when nobody asks, and the next one finds what came meanwhile.
 # ==================================================================================================
 
 ADMIN_LISTEN: Final = "127.0.0.1:9847"
 ADMIN_IDLE: Final = 60.0
 WORKERS: Final = 4
+OPEN_MOST: Final = 512  # connections; others wait in the backlog until one has gone
 REQUEST_SEC, ANSWER_SEC, LINGER_SEC = 5.0, 10.0, 2.0  # for all of it, not for a byte
 LINGER_MAX: Final = 64 * 1024
 RETRY_ALL_SEC: Final = 10.0  # a browser waits for it
@@ -8247,18 +8250,17 @@ class Request:
 
 # --- a request comes in ---------------------------------------------------------------------------
 
+Wish = tuple[int, float]  # events of a connection, and until when; no events: for its answer
 
-def read_head(connection: socket.socket) -> bytes:
+
+def read_head(connection: socket.socket) -> Generator[Wish, None, bytes]:
     """Up to the empty line. What follows is never read as a request."""
     data, until = b"", time.monotonic() + REQUEST_SEC
     while b"\r\n\r\n" not in data and len(data) <= HEAD_MAX:
         if _BARE_LF.search(data):
             raise bad_request("a line does not end in CR LF")
-        left = until - time.monotonic()
-        chunk = b""
-        with contextlib.suppress(TimeoutError):
-            connection.settimeout(max(left, 0.001))
-            chunk = connection.recv(4096) if left > 0 else b""
+        yield select.POLLIN, until
+        chunk = connection.recv(4096) if time.monotonic() < until else b""
         if not chunk and data:
             raise bad_request("the head of the request did not come in time", 408)
         if not chunk:
@@ -8268,6 +8270,27 @@ def read_head(connection: socket.socket) -> bytes:
     if len(head) > HEAD_MAX:
         raise bad_request("the head of the request is too large", 431)
     return head
+
+
+def send(connection: socket.socket, data: bytes) -> Iterator[Wish]:
+    rest, until = memoryview(data), time.monotonic() + ANSWER_SEC
+    while rest:
+        yield select.POLLOUT, until
+        if time.monotonic() >= until:
+            raise TimeoutError
+        rest = rest[connection.send(rest) :]
+
+
+def linger(connection: socket.socket) -> Iterator[Wish]:
+    """Takes in what else was sent: a reset, for bytes left unread, would overtake our answer."""
+    connection.shutdown(socket.SHUT_WR)
+    size, until = 0, time.monotonic() + LINGER_SEC
+    while size < LINGER_MAX and time.monotonic() < until:
+        yield select.POLLIN, until
+        chunk = connection.recv(4096)
+        if not chunk:
+            return
+        size += len(chunk)
 
 
 def parse_request(head: bytes) -> Request:
@@ -8452,7 +8475,7 @@ def not_configured(request: Request, problems: Sequence[str], local: bool) -> Re
 
 
 class Admin:
-    """The workers, and what they share: listeners, configuration, and when to end."""
+    """The loop, and what the workers share: the configuration, and since when each is at work."""
 
     def __init__(
         self,
@@ -8461,14 +8484,15 @@ class Admin:
         listeners: Sequence[socket.socket],
     ) -> None:
         self.reader, self.environ, self.listeners = reader, environ, listeners
-        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._reading = threading.Lock()
         self._read: Config | ConfigError = ConfigError([])
         self._read_at = float("-inf")
         self._repeats = Repeats()
-        self._busy: dict[int, float] = {}  # since when a worker has had its connection
+        self._visits: dict[socket.socket, tuple[Iterator[Wish], int, float]] = {}
         self._used = time.monotonic()
-        self._ending = False
-        self._stop_r, self._stop_w = os.pipe2(os.O_CLOEXEC)
+        self._workers = ThreadPoolExecutor(WORKERS)
+        self._busy: dict[int, float] = {}  # since when a worker has had its request
+        self._answered = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def config(self) -> Config:
         """As it is on the disk, at most a second old: once repaired, it needs no restart."""
@@ -8488,86 +8512,77 @@ class Admin:
                 raise ConfigError(self._read.problems)
             return self._read
 
-    # --- the main thread ------------------------------------------------------------------------
+    # --- the loop -------------------------------------------------------------------------------
 
-    def serve(self, process: Process, idle: float | None) -> None:
-        """Until a signal, or until nobody has asked for so long; what is at hand is finished."""
-        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
-        for worker in workers:
-            worker.start()
-        while process.stop_at == float("inf") and (left := self._left(idle)) > 0:
-            process.wait(time.monotonic() + left + 0.01)
-            if not self._hung():
-                process.progress()
+    def serve(self, process: Process, idle: float) -> None:
+        """Until a signal, or until nobody has asked for so long; what is at hand is finished. Who
+        comes a moment later waits in the backlog of systemd's socket, for the next process."""
+        while self._visits or time.monotonic() < self._used + idle:
+            self._turn(process, self._used + idle)
+            if process.stop_at < float("inf"):
+                break
         daemon.notify("STOPPING=1")
-        with self._lock:
-            self._ending = True
-        os.close(self._stop_w)  # wakes them all
-        until = time.monotonic() + JOIN_SEC
-        for worker in workers:
-            worker.join(max(0.0, until - time.monotonic()))
+        self.listeners = []
+        while self._visits and time.monotonic() < process.stop_at + JOIN_SEC:
+            self._turn(process, 0.0)
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _left(self, idle: float | None) -> float:
-        """Seconds of idleness to go. At 0 nobody accepts any more: who comes a moment later waits
-        in the backlog of systemd's socket, for the next process."""
-        with self._lock:
-            if self._busy or idle is None:
-                return idle or 3600.0
-            left = self._used + idle - time.monotonic()
-            self._ending = left <= 0
-            return left
-
-    def _hung(self) -> bool:
-        with self._lock:
-            return any(time.monotonic() - since > HUNG_SEC for since in self._busy.values())
-
-    # --- the workers ----------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        poller = select.poll()
-        poller.register(self._stop_r, select.POLLIN)
-        for listener in self.listeners:
-            poller.register(listener, select.POLLIN)
-        while not self._ending:
-            poller.poll()
-            for listener in self.listeners:
-                if connection := self._accept(listener):
-                    try:
-                        with connection, contextlib.suppress(OSError):
-                            self._converse(connection)
-                    except Exception as error:  # MemoryError, say: the next request finds us here
-                        say(logging.ERROR, "admin_failed", f"a request ended in {error!r}")
-                    with self._lock:
-                        self._used = time.monotonic()
-                        del self._busy[threading.get_ident()]
-
-    def _accept(self, listener: socket.socket) -> socket.socket | None:
-        with self._lock, contextlib.suppress(OSError):  # another one was faster; the peer is gone
-            if not self._ending:
+    def _turn(self, process: Process, until: float) -> None:
+        """Waits for all connections at once, and goes on with those whose time has come."""
+        doors = self.listeners if len(self._visits) < OPEN_MOST else []
+        waits = [(each.fileno(), events) for each, (_, events, _) in self._visits.items() if events]
+        waits += [(fd, select.POLLIN) for fd in (self._answered, *map(socket.socket.fileno, doors))]
+        ready = process.wait(min([due for _, _, due in self._visits.values()] or [until]), waits)
+        if all(time.monotonic() - since < HUNG_SEC for since in [*self._busy.values()]):
+            process.progress()
+        if self._answered in ready:
+            os.eventfd_read(self._answered)
+        for connection, (turns, events, due) in [*self._visits.items()]:
+            if not events or connection.fileno() in ready or time.monotonic() >= due:
+                self._go_on(connection, turns)
+        for listener in doors:
+            with contextlib.suppress(OSError):  # nobody is there, or not any more
                 connection, _ = listener.accept()
-                self._busy[threading.get_ident()] = time.monotonic()
-                return connection
-        return None
+                connection.setblocking(False)
+                self._go_on(connection, self._converse(connection))
 
-    def _converse(self, connection: socket.socket) -> None:
-        """One request, one answer. Who is slow keeps one worker, for seconds, from the others."""
+    def _go_on(self, connection: socket.socket, turns: Iterator[Wish]) -> None:
+        try:
+            self._visits[connection] = (turns, *next(turns))
+            return
+        except (StopIteration, OSError):
+            pass
+        except Exception as error:  # MemoryError, say: the next request finds us here
+            say(logging.ERROR, "admin_failed", f"a request ended in {error!r}")
+        self._visits.pop(connection, None)
+        connection.close()
+        self._used = time.monotonic()
+
+    def _converse(self, connection: socket.socket) -> Iterator[Wish]:
+        """One request, one answer."""
         request, peer = None, peer_of(connection)
         try:
-            request = parse_request(read_head(connection))
-            reply = self._reply(request, own_address(connection))
+            request = parse_request((yield from read_head(connection)))
+            answer = self._workers.submit(self._answer, request, own_address(connection))
+            answer.add_done_callback(lambda _: os.eventfd_write(self._answered, 1))
+            while not answer.done():
+                yield 0, time.monotonic() + 1.0
+            reply = answer.result()
         except Denied as denied:
             reply = denied.reply
         if request and request.changes:
             what = f"{request.method} {request.path[:200]}: {reply.status} {reply.message}"
             say(logging.INFO, "admin", f"{peer}: {what}", HTTP_STATUS=reply.status)
-        connection.settimeout(ANSWER_SEC)  # a sendall's: for all of it
-        connection.sendall(reply.wire(with_body=not request or request.method != "HEAD"))
+        yield from send(connection, reply.wire(not request or request.method != "HEAD"))
         if not request or {"content-length", "transfer-encoding"} & request.headers.keys():
-            linger(connection)
+            yield from linger(connection)
 
-    def _reply(self, request: Request, address: str) -> Reply:
-        check_host(request, address)
+    # --- the workers ----------------------------------------------------------------------------
+
+    def _answer(self, request: Request, address: str) -> Reply:
+        self._busy[threading.get_ident()] = time.monotonic()
         try:
+            check_host(request, address)
             config = self.config()
             if not is_local(address):
                 check_token(request, admin_token(config))
@@ -8587,18 +8602,8 @@ class Admin:
             say(logging.ERROR, "admin_failed", f"cannot answer {request.path[:200]}", exc_info=True)
             text = "this failed, and should not have: see the journal"
             raise Denied(500, "SYS_DLQ_INTERNAL_ERROR", text) from None
-
-
-def linger(connection: socket.socket) -> None:
-    """Takes in what else was sent: a reset, for bytes left unread, would overtake our answer."""
-    connection.shutdown(socket.SHUT_WR)
-    size, until = 0, time.monotonic() + LINGER_SEC
-    while size < LINGER_MAX and (left := until - time.monotonic()) > 0:
-        connection.settimeout(left)
-        chunk = connection.recv(4096)
-        if not chunk:
-            return
-        size += len(chunk)
+        finally:
+            del self._busy[threading.get_ident()]
 
 
 # --- where it listens -----------------------------------------------------------------------------
@@ -8670,7 +8675,7 @@ def admin(
     names = " and ".join(map(place_of, listeners))
     say(logging.INFO, "started", f"the admin interface listens on {names}")
     daemon.notify("READY=1\nSTATUS=answering")
-    interface.serve(process, idle if activated else None)
+    interface.serve(process, idle if activated else float("inf"))
     if not activated and "/" in where:
         with contextlib.suppress(OSError):
             os.unlink(where)

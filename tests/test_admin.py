@@ -835,12 +835,29 @@ def test_slow_requests_end_in_time_and_the_agent_does_not_notice(
         backend.enqueue()
         frontend.wait(lambda: frontend.store, 20, "the entry")
         started = time.monotonic()
-        assert web.ask("/healthz").status == 200  # behind all of the four
+        assert web.ask("/healthz").status == 200
         assert time.monotonic() - started < 30
+        assert [read_answer(connection).status for connection in slow] == [408] * 4
     finally:
         stop.set()
         thread.join()
-    assert [read_answer(connection).status for connection in slow] == [408] * 4
+    unharmed(process, web)
+
+
+def test_hundreds_of_slow_clients_hold_up_nobody(
+    agent: AgentFactory, frontend: Frontend, backend: Backend, tmp_path: Path
+) -> None:
+    """Whether they do not end their request, or do not read their answer. (One after the other,
+    with four workers, would take longer than our patience.)"""
+    (name,) = bury(agent, frontend, backend, [{"text": "x" * 1_000_000}])
+    process, web = start_admin(agent, str(tmp_path / "admin.sock"))
+    head = f"GET /api/v1/dlq/messages/{name} HTTP/1.1\r\nHost: localhost\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for number in range(208):
+            connection = stack.enter_context(web.connect())
+            connection.sendall(head + b"\r\n" * (number < 8))
+        assert web.ask("/healthz").status == 200
+        assert web.ask(f"/api/v1/dlq/messages/{name}").status == 200
     unharmed(process, web)
 
 
