@@ -218,7 +218,7 @@ class Config:
     retention_days: float = _row("30", _number(0, 36500), "processed rows are kept; 0: for ever")
     token_file: str = _row("", _absolute, "file with the bearer token")
     token: str = _row("", str, "the bearer token itself (better: the file)")
-    admin_token_file: str = _row("", _absolute, "token of the admin interface beyond loopback")
+    admin_token_file: str = _row("", _absolute, "token of the admin interface on TCP")
     ca_file: str = _row("", _absolute, "PEM file of a private CA")
     client_cert: str = _row("", _absolute, "PEM client certificate")
     client_key: str = _row("", _absolute, "PEM key, if not in the above")
@@ -8153,7 +8153,7 @@ def do_doctor(
 # ends when nobody asks, and the next one finds what came meanwhile.
 # ==================================================================================================
 
-ADMIN_LISTEN: Final = "127.0.0.1:9847"
+ADMIN_LISTEN: Final = "/run/serversync/admin.sock"
 ADMIN_IDLE: Final = 60.0
 WORKERS: Final = 4
 OPEN_MOST: Final = 512  # connections; others wait in the backlog until one has gone
@@ -8162,6 +8162,10 @@ LINGER_MAX: Final = 64 * 1024
 RETRY_ALL_SEC: Final = 10.0  # a browser waits for it
 HUNG_SEC: Final = 60.0  # a worker that takes longer keeps the watchdog from being fed
 JOIN_SEC: Final = 25.0  # for the requests at hand, when it is to end
+NO_TOKEN: Final = (
+    "on TCP every request needs a token, and none is configured: set SYNC_ADMIN_TOKEN_FILE, or"
+    f" listen on a Unix socket ({ADMIN_LISTEN})"
+)
 _REQUEST_LINE: Final = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
 _FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*?)[ \t]*")
 _BARE_LF: Final = re.compile(rb"(?<!\r)\n")
@@ -8319,10 +8323,6 @@ def own_address(connection: socket.socket) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def is_local(address: str) -> bool:
-    return not address or ipaddress.ip_address(address).is_loopback
-
-
 def peer_of(connection: socket.socket) -> str:
     if connection.family != socket.AF_UNIX:
         return str(connection.getpeername()[0])
@@ -8357,8 +8357,7 @@ def admin_token(config: Config) -> str:
 def check_token(request: Request, token: str) -> None:
     """As a bearer token, or, for browsers, as the password of any user."""
     if not token:
-        hint = "set SYNC_ADMIN_TOKEN_FILE, or ask on 127.0.0.1"
-        raise Denied(503, "SYS_CONFIG", f"no token is configured for this address: {hint}")
+        raise Denied(503, "SYS_CONFIG", NO_TOKEN)
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     given = text.strip() if scheme.lower() == "bearer" else ""
     if scheme.lower() == "basic":
@@ -8464,9 +8463,9 @@ def route(request: Request) -> Handler:
     raise Denied(404, "SYS_NOT_FOUND", "there is nothing at this address")
 
 
-def not_configured(request: Request, problems: Sequence[str], local: bool) -> Reply:
-    """The reasons; not for strangers: that they know the token cannot be told now."""
-    reasons = problems if local else ["ask on 127.0.0.1 for the reasons"]
+def not_configured(request: Request, problems: Sequence[str], trusted: bool) -> Reply:
+    """The reasons; not on TCP: whether they know the token there cannot be told now."""
+    reasons = problems if trusted else ["the reasons are in the journal, and on a Unix socket"]
     if request.path != "/":
         return Denied(503, "SYS_CONFIG", "; ".join(reasons)).reply
     lines = ["serversync is not configured:", "", *(f"- {reason}" for reason in reasons), ""]
@@ -8584,7 +8583,7 @@ class Admin:
         try:
             check_host(request, address)
             config = self.config()
-            if not is_local(address):
+            if address:
                 check_token(request, admin_token(config))
             handler = route(request)
             if request.changes:
@@ -8593,7 +8592,7 @@ class Admin:
         except Denied:
             raise
         except ConfigError as error:
-            return not_configured(request, error.problems, is_local(address))
+            return not_configured(request, error.problems, trusted=not address)
         except Refused as refused:
             raise Denied(*REFUSALS[refused.kind], str(refused)) from None
         except (Unavailable, psycopg.OperationalError) as error:
@@ -8629,15 +8628,10 @@ def bind_tcp(listen: str, reader: Callable[[], Config]) -> socket.socket:
     match = _LISTEN.fullmatch(listen)
     if not match or int(match[3]) > 65535:
         raise ConfigError([f"--listen {listen}: must be ADDRESS:PORT, [ADDRESS]:PORT or a path"])
+    if not admin_token(reader()):
+        raise ConfigError([f"--listen {listen}: {NO_TOKEN}"])
     found = socket.getaddrinfo(match[1] or match[2], int(match[3]), type=socket.SOCK_STREAM)
     family, address = found[0][0], found[0][4]
-    token = "?"
-    if not is_local(str(address[0]).partition("%")[0]):
-        with contextlib.suppress(ConfigError):  # nothing is shown until it is repaired
-            token = admin_token(reader())
-    if not token:
-        raise ConfigError([f"--listen {listen}: for others than this machine, and no token is "
-                           "configured: set SYNC_ADMIN_TOKEN_FILE"])  # fmt: skip
     return socket.create_server(address, family=family, backlog=1024)
 
 
@@ -8657,6 +8651,7 @@ def admin(
     """Answers until SIGTERM; on systemd's socket only until nobody has asked for a minute."""
     process = Process(environ)
     process.install()
+    become_service_user(environ)  # before: the directory of the socket is not root's
     where = listen or ADMIN_LISTEN
     listeners = [socket.socket(fileno=fd) for fd in daemon.listen_fds()]
     activated = bool(listeners)
@@ -8667,7 +8662,6 @@ def admin(
             raise ConfigError([f"--listen {where}: {error.strerror or error}"]) from None
     for listener in listeners:
         listener.setblocking(False)
-    become_service_user(environ)
     log.setLevel(logging.INFO)  # until a configuration says otherwise
     interface = Admin(config_reader, environ, listeners)
     with contextlib.suppress(ConfigError):  # it is answered, and said

@@ -52,7 +52,8 @@ class Proxy:
     """Forwards `port` to the target. One thread owns all sockets: only so is a cut a real reset."""
 
     def __init__(self, target_host: str, target_port: int, buffer: int = 0) -> None:
-        """`buffer`: how much the kernel may hold for it, as on a slow link; 0: the kernel's own."""
+        """The host: or the path of a Unix socket. `buffer`: how much the kernel may hold for it, as
+        on a slow link; 0: the kernel's own."""
         self.target = (target_host, target_port)
         self.accepted = 0
         self._silent = False
@@ -193,14 +194,24 @@ class Proxy:
         client, _ = self._listener.accept()
         self.accepted += 1
         try:
-            server = socket.create_connection(self.target, timeout=5)
+            server = self._connect()
         except OSError:
             reset(client)
             return
         for sock in (client, server):
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pairs.append((_Pipe(client, server), _Pipe(server, client)))
+
+    def _connect(self) -> socket.socket:
+        host, _ = self.target
+        if not host.startswith("/"):
+            return socket.create_connection(self.target, timeout=5)
+        server = socket.socket(socket.AF_UNIX)
+        server.settimeout(5)
+        server.connect(host)
+        return server
 
     def _serve(
         self,

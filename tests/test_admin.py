@@ -31,7 +31,7 @@ from frontend import Frontend, Reply
 from pg import Cluster, Database
 from proxy import Proxy
 from waiting import wait_until
-from web import CHANGING, Activation, Got, Web, read_answer, start_admin
+from web import CHANGING, Activation, Web, a_place, read_answer, start_admin
 
 MESSAGE = {
     *("id", "original_topic", "error_message", "retry_count", "max_retries", "payload", "status"),
@@ -63,7 +63,7 @@ def standing(
     backend = Backend(database, tmp_path_factory.mktemp("standing"))
     env = agent_env(database, None, backend, FRONTEND_BASE_URL="http://127.0.0.1:9")
     assert run_once(env).returncode == 0
-    with Agent(env, args=("admin", "--listen", "127.0.0.1:0")) as process:
+    with Agent(env, args=("admin", "--listen", a_place())) as process:
         yield process, Web(process.wait_log("listens on").split()[-1]), database
     database.drop()
 
@@ -87,6 +87,14 @@ def outer() -> str:
         except OSError:
             pytest.skip("this machine has no address but loopback")
         return str(probe.getsockname()[0])
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    """A file with the token, which TCP wants."""
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    return path
 
 
 def bury(
@@ -251,7 +259,7 @@ def test_retry_delivers_and_a_second_one_is_a_conflict(
     assert web.post(f"/api/v1/dlq/messages/{name}/retry").error == (409, "SYS_DLQ_CONFLICT")
     lines = process.lines("POST")
     assert len(lines) == 3
-    assert f"127.0.0.1: POST /api/v1/dlq/messages/{name}/retry: 200 entry" in lines[0]
+    assert f"uid {os.getuid()}: POST /api/v1/dlq/messages/{name}/retry: 200 entry" in lines[0]
     assert all("/retry: 409 " in line for line in lines[1:])
 
 
@@ -374,8 +382,7 @@ def test_ids_that_are_none_are_refused(web: Web) -> None:
 
 
 def test_stranger_to_our_host_names_is_turned_away_even_when_reading(web: Web) -> None:
-    mine = socket.gethostname()
-    port = web.address.split(":")[-1].strip("/")
+    mine, port = socket.gethostname(), 9847
     good = ["localhost", f"LOCALHOST:{port}", "127.0.0.1", f"127.0.0.1:{port}", "[::1]:9847"]
     good += [mine, f"{mine}.local:80"]
     bad = [
@@ -409,7 +416,7 @@ def test_changing_request_needs_the_header_and_our_own_origin(
 ) -> None:
     (name,) = bury(agent, frontend, backend, [{"n": 1}])
     _, web = start_admin(agent)
-    host = web.address.removeprefix("http://").strip("/")
+    host = "127.0.0.1:9847"  # as through a tunnel
     foreign = [
         {},
         {"Origin": f"http://{host}"},
@@ -429,37 +436,28 @@ def test_changing_request_needs_the_header_and_our_own_origin(
     assert web.ask(f"/api/v1/dlq/messages/{name}", "DELETE", own, host=host).status == 200
 
 
-def test_other_address_without_a_token_is_refused_at_the_start(
-    agent: AgentFactory, outer: str
-) -> None:
-    for listen in (f"{outer}:0", "0.0.0.0:0"):
+def test_tcp_without_a_token_is_refused_at_the_start(agent: AgentFactory, outer: str) -> None:
+    """On loopback, too: every user of the machine, and every proxy on it, can ask there."""
+    for listen in ("127.0.0.1:0", "[::1]:0", "localhost:0", f"{outer}:0", "0.0.0.0:0"):
         refused = agent.once("admin", "--listen", listen)
         assert refused.returncode == 78, refused
-        assert "SYNC_ADMIN_TOKEN_FILE" in refused.stderr
+        assert "set SYNC_ADMIN_TOKEN_FILE" in refused.stderr
 
 
-def test_other_address_on_a_socket_of_systemds_without_a_token_only_says_so(
+def test_tcp_on_a_socket_of_systemds_without_a_token_only_says_so(
     agent: AgentFactory, outer: str
 ) -> None:
-    with Activation(agent, outer) as activation:
-        for path in (*READS, "/no"):
-            got = activation.web.ask(path, host=outer)
-            assert got.error == (503, "SYS_CONFIG")
-            assert "SYNC_ADMIN_TOKEN_FILE" in got.json["error"]["message"]
+    for host in ("127.0.0.1", outer):
+        with Activation(agent, host) as activation:
+            for path in (*READS, "/no"):
+                got = activation.web.ask(path, host=host)
+                assert got.error == (503, "SYS_CONFIG")
+                assert "set SYNC_ADMIN_TOKEN_FILE" in got.json["error"]["message"]
 
 
-def test_other_address_answers_who_knows_the_token(
-    agent: AgentFactory, outer: str, tmp_path: Path
-) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN + "\n")
+def test_tcp_answers_who_knows_the_token(agent: AgentFactory, outer: str, token: Path) -> None:
     process, web = start_admin(agent, "0.0.0.0:0", SYNC_ADMIN_TOKEN_FILE=token)
-    local = Web(web.address.replace("0.0.0.0", "127.0.0.1"))
-    other = Web(web.address.replace("0.0.0.0", outer))
-
-    def ask(authorization: str | None) -> Got:
-        headers = {} if authorization is None else {"Authorization": authorization}
-        return other.ask("/healthz", headers=headers, host=outer)
+    local, other = (Web(web.address.replace("0.0.0.0", host)) for host in ("127.0.0.1", outer))
 
     def basic(text: str) -> str:
         return f"Basic {base64.b64encode(text.encode()).decode()}"
@@ -468,20 +466,36 @@ def test_other_address_answers_who_knows_the_token(
     wrong += [basic("root:no"), basic(TOKEN), basic(f"{TOKEN}:"), "Basic ?", "Basic \xff"]
     wrong += [f"Digest {TOKEN}", "Bearer \xe4", f"Basic {TOKEN}"]
     for authorization in wrong:
-        got = ask(authorization)
-        assert got.error == (401, "SYS_UNAUTHORIZED"), authorization
-        assert got.headers["WWW-Authenticate"] == 'Basic realm="serversync"'
+        headers = {} if authorization is None else {"Authorization": authorization}
+        for got in (
+            local.ask("/healthz", headers=headers),
+            other.ask("/healthz", headers=headers, host=outer),
+        ):
+            assert got.error == (401, "SYS_UNAUTHORIZED"), authorization
+            assert got.headers["WWW-Authenticate"] == 'Basic realm="serversync"'
     for authorization in (f"Bearer {TOKEN}", f"bearer {TOKEN}", basic(f"root:{TOKEN}")):
-        assert ask(authorization).status == 200
-    assert other.ask("/api/v1/dlq/x/retry-all", "POST", CHANGING, host=outer).status == 401
-    assert local.ask("/healthz").status == 200
+        headers = {"Authorization": authorization}
+        assert local.ask("/healthz", headers=headers).status == 200
+        assert other.ask("/healthz", headers=headers, host=outer).status == 200
+    for path in (*READS, "/no"):
+        assert local.ask(path).error == (401, "SYS_UNAUTHORIZED"), path
+    assert local.post("/api/v1/dlq/x/retry-all").status == 401
     # What is wrong with the configuration is nobody's business there.
     process.update_env(agent.env(SYNC_BATCH_SIZE="a hundred", SYNC_ADMIN_TOKEN_FILE=token))
     wait_until(lambda: local.ask("/healthz").status == 503, what="the new configuration")
-    assert "SYNC_BATCH_SIZE" in local.ask("/healthz").text
-    assert other.ask("/healthz", host=outer).error == (503, "SYS_CONFIG")
-    assert "SYNC_BATCH_SIZE" not in other.ask("/", host=outer).text
+    assert local.ask("/healthz").error == (503, "SYS_CONFIG")
+    assert "SYNC_BATCH_SIZE" not in local.ask("/healthz").text + local.ask("/").text
+    assert "SYNC_BATCH_SIZE" in process.log()
     assert TOKEN not in process.log()
+
+
+def test_tcp_on_ipv6_needs_the_token_like_any_other(agent: AgentFactory, token: Path) -> None:
+    _, web = start_admin(agent, "[::1]:0", SYNC_ADMIN_TOKEN_FILE=token)
+    assert web.address.startswith("http://[::1]:")
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert web.ask("/healthz", host="[::1]:9847").status == 401
+    assert web.ask("/healthz", host="[::1]:9847", headers=headers).status == 200
+    assert web.ask("/healthz", host="[0:0::1]", headers=headers).status in (200, 421)
 
 
 def test_unix_socket_is_for_its_group_and_is_removed_at_the_end(
@@ -506,17 +520,13 @@ def test_unix_socket_is_for_its_group_and_is_removed_at_the_end(
     assert path.read_text() == "somebody's file"
 
 
-def test_ipv6_loopback_needs_no_token(agent: AgentFactory) -> None:
-    _, web = start_admin(agent, "[::1]:0")
-    assert web.address.startswith("http://[::1]:")
-    assert web.ask("/healthz", host="[::1]:9847").status == 200
-    assert web.ask("/healthz", host="[0:0::1]").status in (200, 421)
-
-
-def test_listen_address_that_cannot_be_is_refused_in_words(agent: AgentFactory, web: Web) -> None:
+def test_listen_address_that_cannot_be_is_refused_in_words(
+    agent: AgentFactory, token: Path
+) -> None:
+    _, web = start_admin(agent, "127.0.0.1:0", SYNC_ADMIN_TOKEN_FILE=token)
     taken = web.address.removeprefix("http://").strip("/")
     for listen in ("nonsense", "127.0.0.1:99999", taken, "/no/such/directory/x"):
-        refused = agent.once("admin", "--listen", listen)
+        refused = agent.once("admin", "--listen", listen, SYNC_ADMIN_TOKEN_FILE=token)
         assert refused.returncode in (2, 78), (listen, refused)
         assert listen in refused.stderr
         assert "Traceback" not in refused.stderr
@@ -790,13 +800,12 @@ def test_thousand_parallel_requests_are_all_answered_by_a_few_threads(
 ) -> None:
     assert agent.once().returncode == 0
     process, web = start_admin(agent)
-    port = int(web.address.split(":")[-1].strip("/"))
     assert web.ask("/api/v1/dlq").status == 200
     before = process.rss_peak_kib()
     paths = ["/healthz"] * 9 + ["/api/v1/dlq"]
 
     async def ask(path: str) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_unix_connection(web.address)
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         answer = await reader.read()
         writer.close()
@@ -899,7 +908,7 @@ def test_connections_that_send_nothing_are_closed_without_an_answer(
 
 
 def test_process_ends_when_idle_and_the_next_request_finds_another(agent: AgentFactory) -> None:
-    with Activation(agent, "127.0.0.1", "--idle", "0.2") as activation:
+    with Activation(agent, "", "--idle", "0.2") as activation:
         for number in (1, 2):
             assert activation.web.ask("/healthz").status == 200
             assert len(activation.started) == number
@@ -907,7 +916,7 @@ def test_process_ends_when_idle_and_the_next_request_finds_another(agent: AgentF
 
 
 def test_process_with_its_own_socket_stays(agent: AgentFactory) -> None:
-    process, web = start_admin(agent, "127.0.0.1:0", "--idle", "0.05")
+    process, web = start_admin(agent, "", "--idle", "0.05")
     with pytest.raises(subprocess.TimeoutExpired):
         process.process.wait(1)
     assert web.ask("/healthz").status == 200
@@ -916,7 +925,7 @@ def test_process_with_its_own_socket_stays(agent: AgentFactory) -> None:
 def test_hundreds_of_requests_around_the_idle_limit_are_all_answered(agent: AgentFactory) -> None:
     idle = 0.1
     with (
-        Activation(agent, "127.0.0.1", "--idle", str(idle)) as activation,
+        Activation(agent, "", "--idle", str(idle)) as activation,
         ThreadPoolExecutor(20) as pool,
     ):
 
@@ -982,11 +991,8 @@ def test_systemds_own_activation_starts_it(agent: AgentFactory) -> None:
     activate = shutil.which("systemd-socket-activate")
     if activate is None:
         pytest.skip("systemd-socket-activate is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = agent(
-        args=("admin", "--idle", "0.2"), prefix=(activate, "-l", f"127.0.0.1:{port}", "--")
-    )
+    place = a_place()
+    process = agent(args=("admin", "--idle", "0.2"), prefix=(activate, "-l", place, "--"))
     process.wait_log("Listening on")
-    assert Web(f"http://127.0.0.1:{port}/").ask("/healthz").json == {"status": "ok"}
+    assert Web(place).ask("/healthz").json == {"status": "ok"}
     assert process.wait() == 0

@@ -196,6 +196,7 @@ def test_the_service_s_unit_is_as_the_design_wants_it(tree: Path) -> None:
         "LoadCredential": "token:/etc/serversync.token",
         "SetCredential": "token:\\n",
         "RuntimeDirectory": "serversync",
+        "RuntimeDirectoryPreserve": "yes",
     }
     assert {key: unit[key] for key in wanted} == {key: [value] for key, value in wanted.items()}
     # The defaults of the program fit the unit's watchdog.
@@ -227,6 +228,7 @@ def test_the_admin_interface_is_shipped_disabled_and_may_write_nothing(tree: Pat
     service = sections(tree / UNITS / "serversync-admin.service")
 
     assert socket["ListenStream"] == [serversync.ADMIN_LISTEN]
+    assert socket["SocketMode"] == ["0660"]
     assert socket["TriggerLimitIntervalSec"] == socket["StartLimitIntervalSec"] == ["0"]
     assert service["StartLimitIntervalSec"] == ["0"]
     assert "Restart" not in service and "ReadWritePaths" not in service

@@ -3,6 +3,8 @@
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,14 +80,23 @@ def tab(browser: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture
-def desk(agent: AgentFactory) -> Desk:
-    """Starts the admin process beside a running agent: that process and its address."""
+def desk(agent: AgentFactory) -> Iterator[Desk]:
+    """Starts the admin process beside a running agent, and a tunnel to it as ssh makes one: that
+    process and the tunnel's address; or once more at the end of that tunnel."""
+    tunnels: dict[str, Proxy] = {}
 
-    def start(beside: Agent, listen: str = "127.0.0.1:0", **more: Any) -> tuple[Agent, str]:
-        admin, web = start_admin(agent, listen, runtime_dir=beside.runtime_dir, **more)
-        return admin, web.address
+    def start(beside: Agent | None, at: str = "", **more: Any) -> tuple[Agent, str]:
+        listen = tunnels[at].target[0] if at else ""
+        more |= {"runtime_dir": beside.runtime_dir} if beside else {}
+        admin, web = start_admin(agent, listen, **more)
+        tunnel = tunnels.get(at) or Proxy(web.address, 0)
+        url = f"http://127.0.0.1:{tunnel.port}/"
+        tunnels[url] = tunnel
+        return admin, url
 
-    return start
+    yield start
+    for tunnel in tunnels.values():
+        tunnel.stop()
 
 
 @pytest.fixture
@@ -409,13 +420,36 @@ def test_a_stopped_agent_and_a_database_away_are_said_in_words(
 
 
 def test_an_agent_that_only_the_database_knows_is_not_seen_here(
-    tab: Page, agent: AgentFactory, running: Agent
+    tab: Page, running: Agent, desk: Desk
 ) -> None:
-    _, web = start_admin(agent)  # without its state file
-    tab.open(web.address)
+    tab.open(desk(None)[1])  # without its state file
     tab.wait_text("Not seen here", "#state")
     assert "another session holds the lock" in tab.text("#hero")
     assert tab.complaints == []
+
+
+def test_on_tcp_the_browser_asks_a_person_for_the_token_and_goes_on_with_it(
+    tab: Page, agent: AgentFactory, running: Agent, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-long-token")
+    more = {"runtime_dir": running.runtime_dir, "SYNC_ADMIN_TOKEN_FILE": token}
+    _, web = start_admin(agent, "127.0.0.1:0", **more)
+    tab.call("Fetch.enable", handleAuthRequests=True)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(tab.call, "Page.navigate", url=web.address)
+        (request,) = wait_until(lambda: tab.happened("Fetch.requestPaused"), what="the request")
+        tab.call("Fetch.continueRequest", requestId=request["requestId"])
+        (asked,) = wait_until(lambda: tab.happened("Fetch.authRequired"), what="its question")
+        assert asked["authChallenge"]["realm"] == "serversync"
+        typed = {"response": "ProvideCredentials", "username": "me", "password": "a-long-token"}
+        tab.call(
+            "Fetch.continueWithAuth", requestId=asked["requestId"], authChallengeResponse=typed
+        )
+        opened.result()
+    tab.call("Fetch.disable")
+    tab.wait_text("Running", "#state")
+    assert tab.text("#lost") == ""
 
 
 def test_without_the_admin_process_the_last_data_stay_marked_as_old(
@@ -432,7 +466,7 @@ def test_without_the_admin_process_the_last_data_stay_marked_as_old(
     assert "old" in tab.js("document.querySelector('main').className")
     assert tab.text("#state") == "Running"
     assert "dashed" in tab.js("getComputedStyle(document.querySelector('.card')).borderStyle")
-    desk(running, url.split("/")[2])
+    desk(running, url)
     refresh(tab)
     wait_until(lambda: tab.text("#lost") == "", what="the news")
     assert "old" not in tab.js("document.querySelector('main').className")

@@ -6,7 +6,9 @@ import json
 import re
 import select
 import socket
+import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +18,8 @@ from agent import Agent, AgentFactory
 
 PATIENCE = 120.0  # the machine may be busy; only a test that fails ever waits so long
 CHANGING = {"X-Requested-With": "tests"}
+# For the sockets: a test's own directory can have too long a name.
+PLACE = tempfile.TemporaryDirectory(prefix="serversync-admin-")
 # What systemd does between fork and exec: the socket is descriptor 3, and meant for this process.
 AS_SYSTEMD = 'export LISTEN_FDS=1 LISTEN_PID=$$; exec "$@" 3<&{fd} {fd}<&-'
 
@@ -90,11 +94,16 @@ class Web:
         return self.ask(path, "DELETE", CHANGING)
 
 
+def a_place() -> str:
+    """The path of a Unix socket that nobody has."""
+    return f"{PLACE.name}/{uuid.uuid4()}"
+
+
 def start_admin(
-    agent: AgentFactory, listen: str = "127.0.0.1:0", *args: str, **more: Any
+    agent: AgentFactory, listen: str = "", *args: str, **more: Any
 ) -> tuple[Agent, Web]:
-    """An admin process that listens, and a client of it."""
-    process = agent(args=("admin", "--listen", listen, *args), **more)
+    """An admin process that listens, by default on a Unix socket, and a client of it."""
+    process = agent(args=("admin", "--listen", listen or a_place(), *args), **more)
     line = process.wait_log("the admin interface listens on ")
     return process, Web(line.split()[-1])
 
@@ -103,14 +112,17 @@ class Activation:
     """Keeps a listening socket and starts the process when somebody connects, as systemd does; and
     again, as often as it ends."""
 
-    def __init__(
-        self, agent: AgentFactory, host: str = "127.0.0.1", *args: str, **more: Any
-    ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, 0), family=family, backlog=4096)
+    def __init__(self, agent: AgentFactory, host: str = "", *args: str, **more: Any) -> None:
+        """On a Unix socket, or on TCP at that address."""
         self.started: list[Agent] = []
-        port = self.listener.getsockname()[1]
-        self.web = Web(f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/")
+        if host:
+            self.listener = socket.create_server((host, 0), backlog=4096)
+            self.web = Web(f"http://{host}:{self.listener.getsockname()[1]}/")
+        else:
+            self.web = Web(a_place())
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(self.web.address)
+            self.listener.listen(4096)
         fd = self.listener.fileno()
         shell = ("bash", "-c", AS_SYSTEMD.format(fd=fd), "bash")
         self._start: Callable[[], Agent] = lambda: agent(

@@ -28,7 +28,6 @@ from box import (
     until,
 )
 from frontend import Frontend, Reply, Request
-from pg import free_port
 from settings import AUDIO, Desired, announcement, flow, group, route, rule
 from test_debian import alone
 from test_docs import section, sessions
@@ -445,27 +444,29 @@ def test_a_reboot_in_the_middle_of_a_backlog_loses_nothing(
 
 # Without a program of its own for HTTP: a minimal Debian has none.
 GET = """
-import sys, urllib.request
-with urllib.request.urlopen(sys.argv[1], timeout=600) as answer:
-    print(answer.read().decode())
+import http.client, socket, sys
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect("/run/serversync/admin.sock")
+connection.request("GET", sys.argv[1])
+print(connection.getresponse().read().decode())
 """
+ADMIN, ADMIN_SOCKET = "serversync-admin.service", "serversync-admin.socket"
 
 
 def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(machine: Box) -> None:
-    where = f"127.0.0.1:{free_port()}"
-    drop_in = "/etc/systemd/system/serversync-admin.socket.d/port.conf"
-    machine.put(drop_in, f"[Socket]\nListenStream=\nListenStream={where}\n")
-    machine.sh("systemctl daemon-reload; systemctl enable --now serversync-admin.socket")
-    service = "serversync-admin.service"
-    assert machine.unit("ActiveState", unit=service) == {"ActiveState": "inactive"}
+    machine.sh(f"systemctl enable --now {ADMIN_SOCKET}; useradd -G serversync looker")
+    assert machine.unit("ActiveState", unit=ADMIN) == {"ActiveState": "inactive"}
     until(lambda: sentence(machine) == IDLE, LONG, "the first cycle")
 
     def get(path: str) -> str:
-        return machine.run("python3", "-c", GET, f"http://{where}{path}", user="nobody").stdout
+        return machine.run("python3", "-c", GET, path, user="looker").stdout
 
+    refused = machine.run("python3", "-c", GET, "/healthz", user="nobody", check=False).stdout
+    assert "PermissionError" in refused, refused
     view = json.loads(get("/api/v1/status"))
 
-    assert machine.unit("ActiveState", unit=service) == {"ActiveState": "active"}
+    assert machine.unit("ActiveState", unit=ADMIN) == {"ActiveState": "active"}
     # By the agent's state file and its process, which this unit sees through its own sandbox.
     agent = view["agent"]
     assert (agent["state"], agent["pid"]) == ("running", machine.main_pid()), agent
@@ -478,7 +479,19 @@ def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(mach
     machine.run("systemctl", "kill", "--signal=KILL", "serversync")
     state = json.loads(get("/api/v1/status"))["agent"]["state"]
     assert state != "running" or machine.running
-    machine.sh(f"systemctl disable --now serversync-admin.socket; rm {drop_in}")
+
+    # The agent's directory is where the socket lies; it stays when the agent goes.
+    machine.sh("systemctl stop serversync")
+    assert json.loads(get("/api/v1/status"))["agent"]["state"] == "stopped"
+    machine.sh("systemctl start serversync")
+    until(
+        lambda: json.loads(get("/api/v1/status"))["agent"]["state"] == "running",
+        LONG,
+        "the agent's state file",
+    )
+    owner = machine.sh("stat -c '%U:%G %a' /run/serversync /run/serversync/admin.sock").splitlines()
+    assert owner == ["serversync:serversync 2755", "root:serversync 660"]
+    machine.sh(f"systemctl disable --now {ADMIN_SOCKET}; userdel looker")
 
 
 def test_a_machine_without_a_clock_that_starts_in_1970_delivers_and_deletes(
@@ -590,6 +603,7 @@ def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
     bare.furnish()
     bare.install(previous(tmp_path))
     bare.set_up("http://127.0.0.1:9")
+    bare.sh(f"systemctl enable --now {ADMIN_SOCKET}")  # on 127.0.0.1:9847
     uploaded, waiting = (bare.voicebot("call")[0] for _ in range(2))
     dead, again = bare.enqueue(), bare.enqueue()
     bug = frontend.poison[waiting["call_log_id"]] = Reply(500, {}, {"error": "a bug"})
@@ -617,6 +631,7 @@ def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
     bare.install(newer(deb, tmp_path, 3))
 
     assert bare.running and len(bare.events("started")) == 2
+    assert "ok" in bare.run("python3", "-c", GET, "/healthz").stdout
     assert "more than is possible: 32 MiB is used" in bare.messages()
     assert bare.sql("select max(number) from serversync.schema_version") == "2"
     query = f"select created_at from serversync.waiting where tries > {tries} and"
