@@ -135,6 +135,7 @@ def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path
         f"{UNITS}/serversync.service",
         f"{UNITS}/serversync-admin.service",
         f"{UNITS}/serversync-admin.socket",
+        f"{UNITS}/serversync-admin.timer",
         "usr/lib/sysusers.d/serversync.conf",
         "usr/lib/tmpfiles.d/serversync.conf",
         "usr/share/bash-completion/completions/serversync",
@@ -227,11 +228,15 @@ def test_the_admin_interface_is_shipped_disabled_and_may_write_nothing(tree: Pat
     socket = sections(tree / UNITS / "serversync-admin.socket")
     service = sections(tree / UNITS / "serversync-admin.service")
 
+    timer = sections(tree / UNITS / "serversync-admin.timer")
+
     assert socket["ListenStream"] == [serversync.ADMIN_LISTEN]
     assert socket["SocketMode"] == ["0660"]
     assert socket["TriggerLimitIntervalSec"] == socket["StartLimitIntervalSec"] == ["0"]
-    assert service["StartLimitIntervalSec"] == ["0"]
-    assert "Restart" not in service and "ReadWritePaths" not in service
+    # Starts that work are a minute apart at least, and never too many.
+    assert service["StartLimitIntervalSec"] == timer["OnActiveSec"] == ["2min"]
+    assert int(service["StartLimitBurst"][0]) > 120 / serversync.ADMIN_IDLE + 1
+    assert service["Restart"] == ["on-failure"] and "ReadWritePaths" not in service
     postinst = (tree / "DEBIAN" / "postinst").read_text()
     assert not re.search(r"was-enabled 'serversync-admin.*\n.*\n.*was-enabled defaults", postinst)
     assert not re.search(r"deb-systemd-invoke (\S+ )?start.*serversync-admin", postinst)

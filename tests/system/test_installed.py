@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +493,35 @@ def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(mach
     owner = machine.sh("stat -c '%U:%G %a' /run/serversync /run/serversync/admin.sock").splitlines()
     assert owner == ["serversync:serversync 2755", "root:serversync 660"]
     machine.sh(f"systemctl disable --now {ADMIN_SOCKET}; userdel looker")
+
+
+def test_an_admin_process_that_cannot_start_is_given_up_and_its_socket_comes_back(
+    machine: Box,
+) -> None:
+    broken = f"/etc/systemd/system/{ADMIN}.d/broken.conf"
+    machine.put(broken, "[Service]\nExecStart=\nExecStart=/bin/false\n")
+    machine.sh(f"systemctl daemon-reload; systemctl enable --now {ADMIN_SOCKET}")
+    since = machine.sh("date '+%F %T'").strip()
+
+    # One connection: it is dropped in the end.
+    asked = machine.run("python3", "-c", GET, "/healthz", check=False, timeout=LONG)
+
+    assert asked.returncode != 0
+    state = machine.unit("ActiveState", "Result", unit=ADMIN_SOCKET)
+    assert state == {"ActiveState": "failed", "Result": "service-start-limit-hit"}
+    said = machine.run("journalctl", "-u", ADMIN, "--since", since, "-o", "short-unix").stdout
+    starts = [float(line.split()[0]) for line in said.splitlines() if " Starting " in line]
+    assert 2 <= len(starts) <= 4, said
+    assert all(later - one > 4 for one, later in pairwise(starts)), said
+
+    machine.sh(f"rm {broken}; systemctl daemon-reload")
+    until(
+        lambda: machine.unit("ActiveState", unit=ADMIN_SOCKET)["ActiveState"] == "active",
+        2 * LONG,
+        "the socket to come back",
+    )
+    assert "ok" in machine.run("python3", "-c", GET, "/healthz").stdout
+    machine.sh(f"systemctl disable --now {ADMIN_SOCKET}")
 
 
 def test_a_machine_without_a_clock_that_starts_in_1970_delivers_and_deletes(
