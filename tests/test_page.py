@@ -404,6 +404,7 @@ def test_a_stopped_agent_and_a_database_away_are_said_in_words(
     _, url = desk(running, DATABASE_URL=db.url_through(proxy.port))
     tab.open(url)
     tab.wait_text("Running", "#state")
+    wait_until(lambda: tab.js("!busy"), what="the first look to be over")
     proxy.refuse()
     refresh(tab)
     tab.wait_text("The database is not there", "#notices")
