@@ -1056,7 +1056,7 @@ def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
 # Everything of the agent's own, made or brought up to date by the one that holds the lock.
 # ==================================================================================================
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 TABLES: Final = """
 create table serversync.schema_version (number int primary key);
@@ -1132,13 +1132,6 @@ create table serversync.sender (
     root_id text
 );
 insert into serversync.sender default values;
-
-create table serversync.idempotency_keys (
-    key text primary key,
-    digest bytea not null,
-    outbox_id bigint not null,
-    expires_at timestamptz not null
-);
 """
 # An entry has a row here while it is not simply next, and the row says why.
 WAITING_TABLE: Final = """
@@ -1178,16 +1171,6 @@ create or replace function serversync.call_of(payload jsonb) returns uuid
 language sql immutable parallel safe as $$
     select serversync.to_uuid(coalesce(payload->>'callLogId', payload->>'call_log_id'))
 $$;
-
--- A constant payload: PostgreSQL folds a transaction's notifications into one. A trigger that
--- fails would end the backend's transaction: whatever goes wrong here, the call can still end.
-create or replace function serversync.wake() returns trigger language plpgsql as $$
-begin
-    perform pg_notify('serversync', '');
-    return null;
-exception when others then
-    return null;
-end $$;
 
 -- An uploaded recording says so even in an older snapshot: by the backend's row, or where that is
 -- gone by our receipt.
@@ -1279,6 +1262,7 @@ _NUMBERED: Final = f"insert into serversync.schema_version values ({SCHEMA_VERSI
 MIGRATIONS: Final = {
     0: TABLES + WAITING_TABLE + FUNCTIONS + _NUMBERED,
     1: WAITING_TABLE + FUNCTIONS + FROM_VERSION_1 + _NUMBERED,
+    2: _NUMBERED,
 }
 
 # ==================================================================================================
@@ -1340,9 +1324,10 @@ returning sender.id::text, epoch, root_id
 ADOPT_ROOT: Final = "update serversync.sender set root_id = %(root_id)s"
 
 # The hot index and the wake-up. Optional: without them slower, and polling only.
-INDEX_STATE: Final = """
+OUTBOX: Final = "to_regclass('sync_outbox')"
+INDEX_STATE: Final = f"""
 select indisvalid from pg_index join pg_class on pg_class.oid = indexrelid
-where indrelid = to_regclass('sync_outbox') and relname = 'sync_outbox_serversync_pending'
+where indrelid = {OUTBOX} and relname = 'sync_outbox_serversync_pending'
 """
 DROP_INDEX: Final = "drop index concurrently if exists sync_outbox_serversync_pending"
 # CONCURRENTLY: a plain one would block the backend's INSERT.
@@ -1350,13 +1335,30 @@ CREATE_INDEX: Final = """
 create index concurrently sync_outbox_serversync_pending on sync_outbox (id)
 where processed_at is null
 """
-TRIGGER_STATE: Final = """
-select tgenabled <> 'D' from pg_trigger
-where tgrelid = to_regclass('sync_outbox') and tgname = 'serversync_wake'
+# One that is disabled was disabled by somebody who meant it.
+TRIGGER_STATE: Final = f"""
+select tgenabled <> 'D'
+from pg_trigger join pg_class c on c.oid = tgrelid join pg_proc p on p.oid = tgfoid
+where tgrelid = {OUTBOX} and tgname = 'serversync_wake'
+  and (tgenabled = 'D' or (p.proowner, p.pronamespace) = (c.relowner, c.relnamespace))
 """
+# Who owns a function rules its callers: ours are the outbox's owner's (%2$I), beside it (%1$I).
+BESIDE: Final = f"""
+select format(%(sql)s::text, n.nspname, pg_get_userbyid(relowner), coalesce(%(role)s, current_user))
+from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = {OUTBOX}
+"""
+# A constant payload: PostgreSQL folds a transaction's notifications into one. A trigger that fails
+# would end the backend's transaction: whatever goes wrong here, the call can still end.
 CREATE_TRIGGER: Final = """
-create trigger serversync_wake after insert on sync_outbox
-for each statement execute function serversync.wake()
+create or replace function %1$I.serversync_wake() returns trigger
+language plpgsql set search_path = pg_catalog, pg_temp as $$ begin
+    perform pg_notify('serversync', ''); return null;
+exception when others then return null; end $$;
+alter function %1$I.serversync_wake() owner to %2$I;
+drop trigger if exists serversync_wake on %1$I.sync_outbox;
+create trigger serversync_wake after insert on %1$I.sync_outbox
+for each statement execute function %1$I.serversync_wake();
+drop function if exists serversync.wake() cascade
 """
 
 # What the statements below share. `o` is a row of the outbox, `w` one of `waiting`.
@@ -1751,8 +1753,6 @@ with old as (
     delete from serversync.dead_letters
     where status = 'RESOLVED' and updated_at < (select age from old)
     returning 1
-), keys as (
-    delete from serversync.idempotency_keys where expires_at < now() - interval '1 day'
 )
 select (select count(*) from rows), (select count(*) from receipts),
        (select count(*) from letters)
@@ -1770,11 +1770,10 @@ LOCKED: Final = ("55P03", "57014")  # somebody holds a row: later
 RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is sent
 BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
 # What the agent makes of the backend's outbox: whether it is there, and how it is made.
-OPTIONAL: Final = (
-    ("index", f"select coalesce(({INDEX_STATE}), false)", (DROP_INDEX, CREATE_INDEX)),
-    # One that is disabled was disabled by somebody who meant it.
-    ("NOTIFY trigger", f"select exists ({TRIGGER_STATE})", (CREATE_TRIGGER,)),
-)
+OPTIONAL: Final = [
+    ("index", f"select coalesce(({INDEX_STATE}), false)", [DROP_INDEX, CREATE_INDEX]),
+    ("NOTIFY trigger", f"select exists ({TRIGGER_STATE})", [CREATE_TRIGGER]),
+]
 
 
 class Hot:
@@ -1888,7 +1887,7 @@ class Session:
         """True when this session is the one sender. Then, and only then, the schema is made."""
         if not self.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
             return False
-        self._prepare()
+        self.prepare()
         for statement in (HOT_FETCH, HOT_FETCH_ALONE, HOT_CONFIRM):
             self.run(statement.prepare)
         self.run("listen serversync")
@@ -1899,7 +1898,7 @@ class Session:
         self.locked = True
         return True
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Makes what is the agent's own; says what is missing of the rest."""
         outbox, recordings, schema, ours, role, name, missing, encoding = self.run(RIGHTS)[0]
         if not outbox:
@@ -1938,8 +1937,9 @@ class Session:
                 continue
             self.run("set lock_timeout = '1s'; set statement_timeout = 0")
             try:
-                for sql in statements:
-                    self.run(sql, INDEX_DEADLINE)
+                for statement in statements:
+                    for (sql,) in self.run(BESIDE, sql=statement, role=None):
+                        self.run(sql, INDEX_DEADLINE)
             except psycopg.Error as error:
                 hints.append(f"no {what}: {error.diag.message_primary or error}")
             self.run(SESSION)  # its limits again
@@ -2581,7 +2581,7 @@ class Recordings:
         self._watched: dict[str, tuple[int, float]] = {}  # what was seen, and since when
 
     @contextlib.contextmanager
-    def root(self, known: str | None, adopt: Callable[[str], None]) -> Iterator[int]:
+    def root(self, known: str | None, adopt: Callable[[str], object]) -> Iterator[int]:
         """The opened root, if it is the one the database knows; else ROOT_MISSING.
 
         An unmounted mount point is just an empty directory: without the marker every recording
@@ -5470,35 +5470,10 @@ def accept_hint(name: str) -> str:
 SCHEMA_MISSING: Final = "the schema serversync is not there: run: sudo serversync setup"
 DESK_LIMIT: Final = 5  # seconds to connect
 
-# What only people and other programs call: made with all the others.
-CALLED_BY_OTHERS: Final = """
--- The same key ten times is one row; the same key with something else is an error.
-create or replace function serversync.enqueue(
-    entity_type text, entity_id uuid, payload jsonb, idempotency_key text default null
-) returns bigint language plpgsql as $$
-declare
-    mine bytea := sha256(convert_to(entity_type || ' ' || entity_id || ' ' || payload, 'UTF8'));
-    seq bigint;
-    known record;
-begin
-    insert into serversync.idempotency_keys as k (key, digest, outbox_id, expires_at)
-    select idempotency_key, mine, 0, '-infinity' where idempotency_key is not null
-    on conflict (key) do update set key = excluded.key  -- locks the row of the first caller
-    returning * into known;
-    if known.expires_at > now() then
-        if known.digest <> mine then
-            raise exception 'idempotency key % was used with another payload', idempotency_key
-                using errcode = 'unique_violation';
-        end if;
-        return known.outbox_id;
-    end if;
-    insert into sync_outbox (entity_type, entity_id, payload)
-    values (enqueue.entity_type, enqueue.entity_id, enqueue.payload) returning id into seq;
-    update serversync.idempotency_keys k
-    set outbox_id = seq, digest = mine, expires_at = now() + interval '30 days'
-    where k.key = idempotency_key;
-    return seq;
-end $$;
+# What only people's commands call: made with all the others. (Up to version 2 enqueue was, too.)
+FOR_PEOPLE: Final = """
+drop function if exists serversync.enqueue;
+drop table if exists serversync.idempotency_keys;
 
 create or replace function serversync.file_size(recording uuid, out bytes bigint)
 language plpgsql stable as $$
@@ -5508,7 +5483,56 @@ begin
     end if;
 end $$;
 """
-MIGRATIONS.update({version: sql + CALLED_BY_OTHERS for version, sql in MIGRATIONS.items()})
+MIGRATIONS.update({version: sql + FOR_PEOPLE for version, sql in MIGRATIONS.items()})
+# What other programs call, with their rights: its keys are the owner's, too, for what the service's
+# role hangs on a table of its own runs as whoever writes there. The same key ten times is one row;
+# the same key with something else is an error.
+CREATE_ENQUEUE: Final = """
+drop table if exists %1$I.serversync_keys;
+create table %1$I.serversync_keys (
+    key text primary key, digest bytea not null, outbox_id bigint not null,
+    expires_at timestamptz not null
+);
+create index on %1$I.serversync_keys (expires_at);
+alter table %1$I.serversync_keys owner to %2$I;
+grant select, insert, update, delete on %1$I.serversync_keys to %3$I;
+create or replace function %1$I.serversync_enqueue(
+    entity_type text, entity_id uuid, payload jsonb, idempotency_key text default null
+) returns bigint language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    mine bytea := sha256(convert_to(entity_type || ' ' || entity_id || ' ' || payload, 'UTF8'));
+    seq bigint;
+    known record;
+begin
+    delete from %1$I.serversync_keys where key in (
+        select k.key from %1$I.serversync_keys k where k.expires_at < now()
+        order by k.expires_at limit 10 for update skip locked);
+    insert into %1$I.serversync_keys as k (key, digest, outbox_id, expires_at)
+    select idempotency_key, mine, 0, '-infinity' where idempotency_key is not null
+    on conflict (key) do update set key = excluded.key  -- locks the row of the first caller
+    returning * into known;
+    if known.expires_at > now() then
+        if known.digest <> mine then
+            raise exception 'idempotency key %% was used with another payload', idempotency_key
+                using errcode = 'unique_violation';
+        end if;
+        return known.outbox_id;
+    end if;
+    insert into %1$I.sync_outbox (entity_type, entity_id, payload) values ($1, $2, $3)
+    returning id into seq;
+    update %1$I.serversync_keys k
+    set outbox_id = seq, digest = mine, expires_at = now() + interval '30 days'
+    where k.key = idempotency_key;
+    return seq;
+end $$;
+alter function %1$I.serversync_enqueue(text, uuid, jsonb, text) owner to %2$I
+"""
+ENQUEUE_STATE: Final = f"""
+select exists (
+    select from pg_proc p join pg_class c on (proowner, pronamespace) = (relowner, relnamespace)
+    where c.oid = {OUTBOX} and proname = 'serversync_enqueue')
+"""
+OPTIONAL.append(("enqueue", ENQUEUE_STATE, [CREATE_ENQUEUE]))
 # The whole of the outbox, the letters and the receipts, in one look. No lock; the partial index of
 # pending entries, the index of receipts by time.
 SURVEY: Final = f"""
@@ -5780,7 +5804,7 @@ select count(*) from sync_outbox
 where processed_at < now() - %(days)s::float8 * interval '1 day'
 """
 ENQUEUE: Final = """
-select serversync.enqueue(%(type)s::text, %(id)s::uuid, %(payload)s::jsonb, %(key)s::text)
+select serversync_enqueue(%(type)s::text, %(id)s::uuid, %(payload)s::jsonb, %(key)s::text)
 """
 
 
@@ -6491,9 +6515,7 @@ with role as (
     select 3, 'schema of the backend', has_schema_privilege(r.oid, o.schema_oid, 'usage'),
            format('grant usage on schema %%I to %%I', o.schema, r.name) from role r, outbox o
     union all
-    select 4, 'search_path', o.schema = 'public' or exists (
-               select from pg_db_role_setting s where s.setrole = r.oid
-               and array_to_string(s.setconfig, ' ') like 'search_path=%%' || o.schema || '%%'),
+    select 4, 'search_path', %(finds)s,
            format('alter role %%I in database %%I set search_path = %%I', r.name,
                   current_database(), o.schema) from role r, outbox o
     union all
@@ -6532,7 +6554,8 @@ with role as (
                ('announcements', '{select,insert,update,delete}'),
                ('ivr_flows', '{select,insert,update,delete}'),
                ('ivr_nodes', '{select,insert,update,delete}'),
-               ('ivr_transitions', '{select,insert,update,delete}')) n (name, rights)
+               ('ivr_transitions', '{select,insert,update,delete}'),
+               ('serversync_keys', '{select,insert,update,delete}')) n (name, rights)
         on n.name = t.relname
     union all
     select 9, 'schema serversync', exists (
@@ -6559,19 +6582,27 @@ with role as (
                select from other where relname = 'sync_outbox_serversync_pending' and indisvalid),
            format('create index concurrently sync_outbox_serversync_pending on %%s (id) '
                   'where processed_at is null', name) from outbox
-    union all
-    select 103, 'NOTIFY trigger', exists (
-               select from pg_trigger where tgrelid = o.oid and tgname = 'serversync_wake'),
-           format('create trigger serversync_wake after insert on %%s for each statement '
-                  'execute function serversync.wake()', name) from outbox o
 )
 select number, name, coalesce(done, false), sql from steps order by number, name
 """
-# The one schema that holds the outbox, for a session that may not have it in its search_path.
-OUTBOX_SCHEMA: Final = """
-select n.nspname from pg_class c join pg_namespace n on n.oid = c.relnamespace
-where c.relname = 'sync_outbox' and c.relkind in ('r', 'p')
-order by n.nspname = 'public' desc, n.nspname limit 1
+# The schemas that hold an outbox (in the role's own schema, or a temporary one, it is not the
+# backend's); whether what is set for the role in this database names it first; and, where nothing
+# is set for the role or the database, whether it is public.
+OUTBOXES: Final = """
+with setting as (
+    select unnest(s.setconfig) || ', ' as path, s.setrole > 0 and s.setdatabase > 0 as exact
+    from pg_db_role_setting s left join pg_roles r on r.oid = s.setrole
+    left join pg_database d on d.oid = s.setdatabase
+    where (s.setrole = 0 or r.rolname = %(role)s)
+      and (s.setdatabase = 0 or d.datname = current_database())
+)
+select n.nspname, coalesce(bool_or(starts_with(
+           path, 'search_path=' || quote_ident(n.nspname) || ', ') and exact), false),
+       n.nspname = 'public' and bool_or(starts_with(path, 'search_path=')) is not true
+from pg_class c join pg_namespace n on n.oid = c.relnamespace left join setting on true
+where c.relname = 'sync_outbox' and c.relkind in ('r', 'p') and c.relpersistence <> 't'
+  and n.nspname <> 'serversync'
+group by 1 order by 2 desc, 1
 """
 SERVICE_USER: Final = "serversync"
 SUPERUSER: Final = "postgres"
@@ -7010,6 +7041,9 @@ def do_enqueue(config: Config, arguments: argparse.Namespace, environ: Mapping[s
                 payload=payload.decode("utf-8"),
                 key=arguments.idempotency_key,
             )[0][0]
+        except psycopg.errors.UndefinedFunction:
+            missing = "serversync_enqueue is not there: run: sudo serversync setup"
+            raise Unavailable(missing) from None
         except UnicodeDecodeError:
             raise Refused("invalid", "the payload is not UTF-8") from None
         except psycopg.errors.UniqueViolation as error:
@@ -7225,17 +7259,33 @@ def setup_role(config: Config, environ: Mapping[str, str]) -> str:
     return user.pw_name
 
 
+def outbox_schema(conn: psycopg.Connection[Any], role: str) -> tuple[str, bool]:
+    """Where the backend's outbox is, and whether the role finds it there."""
+    found = conn.execute(OUTBOXES, {"role": role}).fetchall()
+    if not found:
+        raise Unavailable(f"{conn.info.dbname} has no table sync_outbox: is it the backend's?")
+    schema, named, usual = found[0]
+    if len(found) > 1 and not named:
+        names = ", ".join(f"{name}.sync_outbox" for name, *_ in found)
+        known = conn.execute("select from pg_roles where rolname = %s", (role,)).rowcount
+        make, name = "" if known else "create role {0} login; ", psycopg.sql.Identifier
+        say = psycopg.sql.SQL(make + "alter role {0} in database {1} set search_path = {2};")
+        choices = [say.format(name(role), name(conn.info.dbname), name(each[0])) for each in found]
+        lines = [choice.as_string(conn) for choice in choices]
+        raise ConfigError([f"{names}: which is the backend's? One of these, as postgres:", *lines])
+    return schema, named or usual
+
+
 def do_setup(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     role = setup_role(config, environ)
     with owner_connection(config, arguments.admin_url) as conn:
-        # A superuser's session: no name may lead to what others made in a schema of theirs.
+        # A superuser's session: no name may lead to what others made in a schema of theirs, and
+        # nothing is read or run here that the role owns.
         conn.execute("set search_path = pg_catalog, pg_temp")
-        row = conn.execute(OUTBOX_SCHEMA).fetchone()
-        if row is None:
-            raise Unavailable(f"{conn.info.dbname} has no table sync_outbox: is it the backend's?")
+        schema, finds = outbox_schema(conn, role)
         conn.execute("set lock_timeout = '5s'")
         try:
-            for name, done, make in _setup_steps(conn, role, row[0]):
+            for name, done, make in _setup_steps(conn, role, schema, finds):
                 if not arguments.print_sql:
                     if not done:
                         conn.execute(make)
@@ -7252,33 +7302,35 @@ def do_setup(config: Config, arguments: argparse.Namespace, environ: Mapping[str
 
 
 def _setup_steps(
-    conn: psycopg.Connection[Any], role: str, schema: str
+    conn: psycopg.Connection[Any], role: str, schema: str, finds: bool
 ) -> Iterator[tuple[str, bool, str]]:
     """What the agent needs in its database: the name, whether it is there, and its SQL."""
-    steps = conn.execute(SETUP, {"role": role, "schema": schema}).fetchall()
-    yield from (step[1:] for step in steps if step[0] < 100)
-    known = 0
-    if conn.execute("select to_regclass('serversync.schema_version')").fetchall()[0][0]:
-        known = conn.execute(VERSION).fetchall()[0][0]
-    quoted = psycopg.sql.Identifier(role).as_string(conn)
-    path = f"set local search_path = {psycopg.sql.Identifier(schema).as_string(conn)}, pg_temp"
-    make = f"begin; set local role {quoted}; {path};\n{MIGRATIONS.get(known, '').strip()}\ncommit"
-    yield f"its tables, version {SCHEMA_VERSION}", known >= SCHEMA_VERSION, make
-    yield from (step[1:] for step in steps if step[0] > 100)
-
-
-def _adopt(desk: Desk, root_id: str) -> None:
-    desk.run(ADOPT_ROOT, root_id=root_id)
+    params = {"role": role, "schema": schema, "finds": finds}
+    steps = conn.execute(SETUP, params).fetchall()
+    yield from (step[1:] for step in steps)
+    outbox = f"{psycopg.sql.Identifier(schema).as_string(conn)}.sync_outbox"
+    here = f"to_regclass({psycopg.sql.Literal(outbox).as_string(conn)})"
+    for name, is_there, (make,) in OPTIONAL[1:]:
+        done = conn.execute(is_there.replace(OUTBOX, here)).fetchall()[0][0]
+        steps = conn.execute(BESIDE.replace(OUTBOX, here), params | {"sql": make}).fetchall()
+        yield name, done, f"set client_min_messages = warning;{steps[0][0]}"
 
 
 def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
-    """The last steps, as the service's user: that it can log in, and the recordings' marker."""
+    """The last steps, as the service's user and role: what the agent makes at its start (unless
+    one runs: then it did), and the recordings' marker."""
+    sys.stdout.flush()  # the log's lines come after it
     become_service_user(environ)
+    process = Process(environ)
+    process.install()
     recordings = Recordings(config.recordings_dir)
-    with Desk(config, "setup") as desk:
-        known = desk.run("select root_id from serversync.sender")[0][0]
+    with contextlib.closing(Session(config.database_url, config.device_id, process)) as session:
+        session.connect()
+        if session.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
+            session.prepare()
+        known = session.run(ROOT_ID)[0][0]
         try:
-            with recordings.root(known, partial(_adopt, desk)):
+            with recordings.root(known, lambda name: session.run(ADOPT_ROOT, root_id=name)):
                 to_stdout(f"{'there' if known else 'made':<6} marker in {config.recordings_dir}")
         except EntryTrouble as trouble:
             to_stdout(f"failed {trouble}")
@@ -7499,6 +7551,14 @@ from (values
      to_regclass('system_settings') is not null or null)) as needs (what, without, well)
 where well is not true
 """
+ENABLE_TRIGGER: Final = "alter table sync_outbox enable trigger serversync_wake;"
+TRIGGER_WRONG: Final = f"""
+select coalesce(min('failed'), 'warning'), coalesce(
+    min('with each INSERT serversync_wake runs ' || tgfoid::regprocedure
+        || ', which does not belong to the owner of sync_outbox'),
+    'serversync_wake is not there: polling only') from pg_trigger
+where tgrelid = {OUTBOX} and tgname = 'serversync_wake'
+"""
 ROOT_ID: Final = "select root_id from serversync.sender"
 # The directories that a pending or dead recording, or an upload, has to do with. Reads all pending
 # rows, as the next one does.
@@ -7683,6 +7743,8 @@ class Doctor:
             return ""
         for what in missing:
             yield "failed", f"no right to {what}", f"grant {what} to {role};"
+        if not self.desk.run(ENQUEUE_STATE)[0][0]:
+            yield "warning", "no serversync_enqueue to enqueue by hand", "sudo serversync setup"
         for what, without, right in self.desk.run(MORE_RIGHTS):
             text = f"no {'right to' if right else 'table'} {what}: {without}"
             yield "warning", text, f"grant {what} to {role};" if right else rf"\d *.{what}"
@@ -7710,10 +7772,11 @@ class Doctor:
 
     def trigger(self) -> Findings:
         state = self.desk.run(TRIGGER_STATE)
-        if state != [(True,)]:
-            enable = "alter table sync_outbox enable trigger serversync_wake"
-            text = f"serversync_wake is {'disabled' if state else 'not there'}: polling only"
-            yield "warning", text, f"{enable if state else CREATE_TRIGGER};"
+        if not state:
+            status, text = self.desk.run(TRIGGER_WRONG)[0]
+            yield status, text, "sudo serversync setup"
+        elif state != [(True,)]:
+            yield "warning", "serversync_wake is disabled: polling only", ENABLE_TRIGGER
         return "serversync_wake is enabled"
 
     def notify(self) -> Findings:

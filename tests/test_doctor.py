@@ -434,7 +434,7 @@ def test_an_index_that_is_gone_or_invalid_is_mended_by_its_hint(
 
 @pytest.mark.parametrize("state", ["gone", "disabled"])
 def test_a_trigger_that_is_gone_or_disabled_is_mended_by_its_hint(
-    examine: Examine, settled: Call, db: Database, state: str
+    examine: Examine, settled: Call, agent: AgentFactory, db: Database, state: str
 ) -> None:
     if state == "gone":
         db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
@@ -443,7 +443,12 @@ def test_a_trigger_that_is_gone_or_disabled_is_mended_by_its_hint(
 
     check = examine().expect("trigger", "warning", "not there" if state == "gone" else "disabled")
 
-    db.execute(check.hint)
+    if state == "gone":
+        assert check.hint == "sudo serversync setup"
+        admin_url = db.cluster.url(db.name, user="postgres")
+        assert agent.once("setup", "--admin-url", admin_url).returncode == 0
+    else:
+        db.execute(check.hint)
     examine().expect("trigger", "ok")
 
 

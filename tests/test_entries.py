@@ -540,7 +540,7 @@ def test_a_failure_of_a_row_that_others_deleted_holds_nothing_up(
 
 # --- enqueue() --------------------------------------------------------------------------------
 
-ENQUEUE = "SELECT serversync.enqueue(%s, %s, %s, %s)"
+ENQUEUE = "SELECT serversync_enqueue(%s, %s, %s, %s)"
 
 
 def test_enqueue_with_the_same_key_ten_times_is_one_entry(
@@ -606,7 +606,7 @@ def test_enqueue_takes_an_expired_key_again(db: Database, agent: AgentFactory) -
     agent.once()
     entity = str(uuid.uuid4())
     first = db.value(ENQUEUE, ("schedule", entity, '{"a": 1}', "k"))
-    db.execute("UPDATE serversync.idempotency_keys SET expires_at = now() - interval '1 second'")
+    db.execute("UPDATE serversync_keys SET expires_at = now() - interval '1 second'")
     second = db.value(ENQUEUE, ("schedule", entity, '{"a": 2}', "k"))
     assert second > first
     assert db.value(ENQUEUE, ("schedule", entity, '{"a": 2}', "k")) == second

@@ -437,7 +437,7 @@ def test_a_payload_that_is_no_json_is_refused_in_words(
         said = typist(*line, stdin=payload, code=2).stderr
         assert said.count("\n") == 1, (payload[:20], said)
         assert "payload" in said and "None" not in said and len(said) < 500
-    assert rows(db) == [] and not db.value("SELECT count(*) FROM serversync.idempotency_keys")
+    assert rows(db) == [] and not db.value("SELECT count(*) FROM serversync_keys")
 
 
 def test_arguments_that_make_no_entry_are_a_matter_of_usage(

@@ -25,6 +25,7 @@ from frontend import Frontend
 from ledger import receipts
 from machine import STRANGER, booted, needs_root
 from pg import Cluster, Database
+from test_state import OLD_TRIGGER, SCHEMA_V1
 from waiting import wait_until
 
 OTHER_USER = "nobody"
@@ -555,3 +556,244 @@ def test_the_superuser_s_session_calls_nothing_that_the_backend_made(
     )
     desk(*role.setup, DATABASE_URL=role.url)
     assert_all_is_there(desk, db, role)
+
+
+# -- who owns what --------------------------------------------------------------------------------
+
+# What a role does that wants to be more than it is: as whoever runs it.
+EVIL = """
+    BEGIN
+        BEGIN EXECUTE 'ALTER ROLE "{role}" SUPERUSER'; EXCEPTION WHEN OTHERS THEN END;
+        BEGIN EXECUTE 'GRANT ALL ON recordings TO "{role}"'; EXCEPTION WHEN OTHERS THEN END;
+        RETURN {result};
+    END
+"""
+TRAP = "CREATE OR REPLACE FUNCTION {name} RETURNS {type} LANGUAGE plpgsql AS $evil${evil}$evil$"
+ROLE_MAY = """
+    SELECT rolsuper OR has_table_privilege(oid, 'recordings', 'DELETE')
+           OR has_table_privilege(oid, 'sync_outbox', 'TRUNCATE')
+    FROM pg_roles WHERE rolname = %s
+"""
+ENQUEUE = "SELECT public.serversync_enqueue('x', gen_random_uuid(), '{}', %s)"
+
+
+class Attacker:
+    """Somebody who holds the service's role, and lays traps."""
+
+    def __init__(self, db: Database, role: Role) -> None:
+        self.db, self.role = db, role
+        self.evil = EVIL.replace("{role}", role.name)
+
+    def runs(self, *statements: str) -> None:
+        with psycopg.connect(self.role.url, autocommit=True) as session:
+            for statement in statements:
+                session.execute(statement)
+
+    def trap(self, name: str, kind: str = "trigger", result: str = "NULL") -> str:
+        return TRAP.format(name=name, type=kind, evil=self.evil.replace("{result}", result))
+
+    def may_not(self, *statements: str) -> None:
+        for statement in statements:
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                self.runs(statement)
+
+    def gets_nothing_from_others(self) -> None:
+        """Whoever inserts, or enqueues: the superuser with any search_path, or the backend."""
+        with self.db.admin() as admin, self.db.connect() as owner:
+            admin.execute("SET search_path = serversync, pg_catalog, public")
+            for number, session in enumerate((admin, owner)):
+                session.execute(
+                    "INSERT INTO public.sync_outbox (entity_type, entity_id, payload)"
+                    " VALUES ('x', gen_random_uuid(), '{}')"
+                )
+                session.execute(ENQUEUE, (f"key {number}",))
+        self.got_nothing()
+
+    def got_nothing(self) -> None:
+        assert self.db.value(ROLE_MAY, (self.role.name,)) is False
+
+
+@pytest.fixture
+def attacker(db: Database, role: Role) -> Attacker:
+    return Attacker(db, role)
+
+
+def test_setup_runs_nothing_as_the_superuser_that_the_role_owns(
+    desk: Desk, role: Role, attacker: Attacker
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    attacker.runs(
+        attacker.trap("serversync.evil()", "int", "3"),
+        "DROP TABLE serversync.schema_version",
+        "CREATE VIEW serversync.schema_version AS SELECT serversync.evil() AS number",
+        "ALTER TABLE serversync.sender RENAME TO was_sender",
+        "CREATE VIEW serversync.sender AS SELECT root_id FROM serversync.was_sender"
+        " WHERE serversync.evil() = 3",
+    )
+    for more in ([], ["--print-sql"]):
+        desk(*role.setup, *more, DATABASE_URL=role.url)
+        attacker.got_nothing()
+
+
+def test_a_role_decides_nothing_of_what_others_run(
+    desk: Desk, role: Role, attacker: Attacker
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    enqueue = "serversync_enqueue(text, uuid, jsonb, text)"
+    attacker.may_not(
+        attacker.trap("public.serversync_wake()"),
+        "ALTER FUNCTION public.serversync_wake() SECURITY DEFINER",
+        f"ALTER FUNCTION public.{enqueue} RESET search_path",
+        f"DROP FUNCTION public.{enqueue}",
+        "DROP TRIGGER serversync_wake ON sync_outbox",
+        "CREATE TRIGGER evil BEFORE INSERT ON serversync_keys"
+        " FOR EACH ROW EXECUTE FUNCTION public.serversync_wake()",
+    )
+    attacker.runs(
+        attacker.trap("serversync.wake()"),
+        attacker.trap("serversync.pg_notify(text, text)", "void", ""),
+        attacker.trap("serversync.sha256(bytea)", "bytea", "''"),
+        "CREATE TABLE serversync.sync_outbox (LIKE public.sync_outbox)",
+        "CREATE TABLE serversync.serversync_keys (LIKE public.serversync_keys)",
+    )
+    attacker.gets_nothing_from_others()
+
+
+def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
+    desk: Desk, agent: AgentFactory, role: Role, attacker: Attacker, db: Database
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    with db.admin() as admin:  # what the setup of the first edition made
+        admin.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
+        admin.execute("DROP TABLE serversync_keys")
+        admin.execute("DROP SCHEMA serversync CASCADE")
+        admin.execute(f'CREATE SCHEMA serversync AUTHORIZATION "{role.name}"')
+        attacker.runs(SCHEMA_V1.read_text())
+        admin.execute(OLD_TRIGGER)
+    attacker.runs(
+        attacker.trap("serversync.wake()"),
+        "CREATE TRIGGER another BEFORE INSERT ON serversync.counters"  # would keep it from going
+        " FOR EACH ROW EXECUTE FUNCTION serversync.wake()",
+    )
+    agent.once(DATABASE_URL=role.url)
+    told = {each["name"]: each for each in checks(desk, role) if each["status"] != "ok"}
+    assert told["trigger"]["status"] == "failed" and "serversync.wake()" in told["trigger"]["text"]
+    assert "serversync_enqueue" in told["rights"]["text"]
+    for name in ("trigger", "rights"):
+        assert told[name]["hint"] == "sudo serversync setup"
+    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["NOTIFY trigger"] == "made"
+    assert {each["status"] for each in checks(desk, role)} == {"ok"}
+    assert not db.rows("SELECT FROM pg_proc WHERE proname IN ('wake', 'enqueue')")
+    attacker.gets_nothing_from_others()
+    assert_all_is_there(desk, db, role)
+
+
+def checks(desk: Desk, role: Role) -> list[dict[str, str]]:
+    found = desk.json("doctor", code=None, DATABASE_URL=role.url)["checks"]
+    return [each for each in found if each["name"] in ("rights", "schema", "trigger")]
+
+
+def test_what_others_put_beside_the_outbox_under_our_names_is_not_used(
+    desk: Desk, role: Role, attacker: Attacker, db: Database
+) -> None:
+    """Up to PostgreSQL 14 everybody may make something in the schema public."""
+    desk(*role.setup, DATABASE_URL=role.url)
+    with db.admin() as admin:
+        admin.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
+        admin.execute("DROP TABLE serversync_keys")
+        admin.execute(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+    name = "public.serversync_enqueue(entity_type text, entity_id uuid, payload jsonb, "
+    attacker.runs(
+        attacker.trap("public.serversync_wake()"),
+        attacker.trap(f"{name}idempotency_key text DEFAULT NULL)", "bigint", "1"),
+        "CREATE TABLE public.serversync_keys (key text PRIMARY KEY, digest bytea,"
+        " outbox_id bigint, expires_at timestamptz)",
+        "CREATE TRIGGER evil BEFORE INSERT ON public.serversync_keys"
+        " FOR EACH ROW EXECUTE FUNCTION public.serversync_wake()",
+    )
+    desk(*role.setup, DATABASE_URL=role.url)
+    attacker.gets_nothing_from_others()
+    attacker.may_not(attacker.trap("public.serversync_wake()"))
+
+
+# -- whose outbox ---------------------------------------------------------------------------------
+
+
+def move_backend(db: Database, schema: str) -> None:
+    with db.admin() as admin:
+        admin.execute(f"CREATE SCHEMA {schema} AUTHORIZATION voicebot")
+        for table in ("sync_outbox", "recordings", "system_settings"):
+            admin.execute(f"ALTER TABLE {table} SET SCHEMA {schema}")
+        admin.execute(f"ALTER ROLE voicebot IN DATABASE {db.name} SET search_path = {schema}")
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'ALTER ROLE "{role}" IN DATABASE postgres SET search_path = voice',
+        'ALTER ROLE "{role}" IN DATABASE {db} SET search_path = voice2, "a, voice, b"',
+        "ALTER ROLE \"{role}\" IN DATABASE {db} SET application_name = 'search_path=voice'",
+    ],
+    ids=["another database", "another schema", "another setting"],
+)
+def test_a_setting_of_something_else_is_not_taken_for_the_search_path(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
+    setting: str,
+) -> None:  # fmt: skip
+    move_backend(db, "voice")
+    with db.admin() as admin:
+        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
+        admin.execute(setting.format(role=role.name, db=db.name))
+    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    assert done["search_path"] == "made"
+    seq = backend.enqueue()
+    assert agent.once(DATABASE_URL=role.url).returncode == 0
+    assert frontend.seqs() == [seq]
+
+
+def test_a_setting_that_hides_the_outbox_of_public_is_mended(
+    desk: Desk, db: Database, role: Role
+) -> None:
+    with db.admin() as admin:
+        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
+        admin.execute(f'ALTER ROLE "{role.name}" SET search_path = archive')
+    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["search_path"] == "made"
+    assert_all_is_there(desk, db, role)
+
+
+def test_a_temporary_copy_of_the_outbox_is_not_the_backend_s(
+    desk: Desk, db: Database, role: Role
+) -> None:
+    move_backend(db, "voice")
+    with db.connect() as other:
+        other.execute("CREATE TEMP TABLE sync_outbox (LIKE voice.sync_outbox INCLUDING ALL)")
+        desk(*role.setup, DATABASE_URL=role.url)
+        assert_all_is_there(desk, db, role)
+    assert db.rows(
+        "SELECT schemaname FROM pg_indexes WHERE indexname LIKE 'sync_outbox_serv%'"
+    ) == [("voice",)]
+
+
+@pytest.mark.parametrize("schema", ["voice", "public"])
+def test_of_two_outboxes_the_role_must_be_told_which(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
+    schema: str,
+) -> None:  # fmt: skip
+    if schema != "public":
+        move_backend(db, schema)
+    with db.admin() as admin:
+        admin.execute("CREATE SCHEMA archive AUTHORIZATION voicebot")
+        admin.execute(f"CREATE TABLE archive.sync_outbox (LIKE {schema}.sync_outbox)")
+        before = catalogs(db)
+        refused = desk(*role.setup, DATABASE_URL=role.url, code=78)
+        assert catalogs(db) == before
+        assert_plain(refused.stderr)
+        assert f"archive.sync_outbox, {schema}.sync_outbox" in refused.stderr
+        (line,) = [each for each in refused.stderr.splitlines() if each.endswith(f' "{schema}";')]
+        admin.execute(line.removeprefix("serversync: "))
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+    seq = backend.enqueue()
+    assert agent.once(DATABASE_URL=role.url).returncode == 0
+    assert frontend.seqs() == [seq]

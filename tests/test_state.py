@@ -109,30 +109,58 @@ SHAPE = """
     FROM pg_class c
     JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
     LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
-    WHERE c.relnamespace = 'serversync'::regnamespace
+    WHERE c.relnamespace = ANY ('{serversync,public}'::regnamespace[])
     UNION ALL
     SELECT 'constraint', conname, conrelid::regclass::text, pg_get_constraintdef(oid),
            '', '', '', 0
-    FROM pg_constraint WHERE connamespace = 'serversync'::regnamespace
+    FROM pg_constraint WHERE connamespace = ANY ('{serversync,public}'::regnamespace[])
     UNION ALL
     SELECT 'index', c.relname, pg_get_indexdef(c.oid), '', '', '', '', 0
-    FROM pg_class c WHERE c.relnamespace = 'serversync'::regnamespace AND c.relkind = 'i'
+    FROM pg_class c
+    WHERE c.relnamespace = ANY ('{serversync,public}'::regnamespace[]) AND c.relkind = 'i'
     UNION ALL
-    SELECT 'function', proname, pg_get_functiondef(oid), '', '', '', '', 0
-    FROM pg_proc WHERE pronamespace = 'serversync'::regnamespace
+    SELECT 'function', proname, pg_get_functiondef(oid), proowner::regrole::text, '', '', '', 0
+    FROM pg_proc WHERE pronamespace = ANY ('{serversync,public}'::regnamespace[])
+    UNION ALL
+    SELECT 'trigger', tgname, pg_get_triggerdef(oid), '', '', '', '', 0
+    FROM pg_trigger WHERE NOT tgisinternal
     ORDER BY 1, 2, 3
+"""
+# As it was while the functions that others run belonged to the service's role.
+OLD_TRIGGER = """
+    CREATE TRIGGER serversync_wake AFTER INSERT ON sync_outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION serversync.wake()
+"""
+BACK_TO_VERSION_2 = """
+    UPDATE serversync.schema_version SET number = 2;
+    CREATE TABLE serversync.idempotency_keys (
+        key text PRIMARY KEY, digest bytea NOT NULL, outbox_id bigint NOT NULL,
+        expires_at timestamptz NOT NULL);
+    CREATE FUNCTION serversync.wake() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN PERFORM pg_notify('serversync', ''); RETURN NULL; END $$;
+    CREATE FUNCTION serversync.enqueue(entity_type text, entity_id uuid, payload jsonb,
+        idempotency_key text DEFAULT NULL) RETURNS bigint LANGUAGE sql AS 'SELECT 0::bigint';
 """
 
 
-def test_an_upgraded_schema_is_the_same_as_a_fresh_one(agent: AgentFactory, db: Database) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_upgraded_schema_is_the_same_as_a_fresh_one(
+    agent: AgentFactory, db: Database, version: int
+) -> None:
     assert agent.once().returncode == 0
     fresh = db.rows(SHAPE)
-    assert {"waiting", "uploads", "settings", "index", "constraint", "function"} <= {
+    assert {"waiting", "uploads", "settings", "index", "constraint", "function", "trigger"} <= {
         row[0] for row in fresh
     }
-    db.execute("DROP SCHEMA serversync CASCADE")
-    for statement in ("create schema serversync", SCHEMA_V1.read_text()):
-        db.execute(statement)
+    db.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
+    db.execute("DROP TABLE serversync_keys")
+    if version == 1:
+        db.execute("DROP SCHEMA serversync CASCADE")
+        for statement in ("create schema serversync", SCHEMA_V1.read_text()):
+            db.execute(statement)
+    else:
+        db.execute(BACK_TO_VERSION_2)
+    db.execute(OLD_TRIGGER)
     assert agent.once().returncode == 0
     assert db.rows(SHAPE) == fresh
 
@@ -147,7 +175,8 @@ def test_an_upgrade_that_fails_changes_nothing(agent: AgentFactory, db: Database
     assert db.value("SELECT max(number) FROM serversync.schema_version") == 1
     db.execute("DROP VIEW looks")
     assert agent.once().returncode == 0
-    assert db.value("SELECT max(number) FROM serversync.schema_version") == 2
+    number = db.value("SELECT max(number) FROM serversync.schema_version")
+    assert number == serversync.SCHEMA_VERSION
 
 
 V1_WAITING = """
@@ -184,7 +213,7 @@ V1_UPLOADED = """
 
 def make_version_1(db: Database) -> None:
     for statement in ("create schema serversync", SCHEMA_V1.read_text(), serversync.CREATE_INDEX,
-                      serversync.CREATE_TRIGGER):  # fmt: skip
+                      OLD_TRIGGER):  # fmt: skip
         db.execute(statement)
 
 
@@ -546,8 +575,10 @@ def test_backend_s_tables_change_only_as_the_contract_says(
     assert backend.upload_status(lost)[0] == "upload_failed"
     after = definitions(db, "public")
     assert {key: after.get(key) for key in before} == before
-    added = {(kind, name) for kind, name, _ in set(after) - set(before)}
-    assert added == {("relation", INDEX), ("trigger", "serversync_wake")}
+    added = {(kind, name) for kind, name, _ in set(after) - set(before) if kind != "column"}
+    ours = {("relation", INDEX), ("trigger", "serversync_wake")}
+    ours |= {("function", "serversync_wake"), ("function", "serversync_enqueue")}
+    assert {each for each in added if not each[1].startswith("serversync_keys")} == ours
     assert content() == rows
     others = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' ORDER BY 1"
     assert db.rows(others) == [("information_schema",), ("public",), ("serversync",)]
@@ -1106,9 +1137,9 @@ def test_a_notify_that_comes_with_the_answer_to_a_statement_is_heard_before_the_
     assert by_hand(agent, CALLED) == ["False"]
 
 
-# -- serversync.enqueue --------------------------------------------------------------------------
+# -- serversync_enqueue --------------------------------------------------------------------------
 
-ENQUEUE = "SELECT serversync.enqueue('schedule', %(id)s, %(payload)s::jsonb, %(key)s)"
+ENQUEUE = "SELECT serversync_enqueue('schedule', %(id)s, %(payload)s::jsonb, %(key)s)"
 
 
 def test_enqueue_with_the_same_key_ten_times_is_one_row(
@@ -1127,7 +1158,7 @@ def test_enqueue_with_the_same_key_ten_times_is_one_row(
     assert agent.once().returncode == 0
     assert db.value(ENQUEUE, {**params, "payload": '{"a": 1, "b": 2}'}) in seqs
     assert len(frontend.received(entity)) == 1
-    db.execute("UPDATE serversync.idempotency_keys SET expires_at = now() - interval '1 s'")
+    db.execute("UPDATE serversync_keys SET expires_at = now() - interval '1 s'")
     assert db.value(ENQUEUE, {**params, "payload": '{"a": 2}'}) not in seqs
 
 

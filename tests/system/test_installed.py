@@ -663,7 +663,12 @@ def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
     assert bare.running and len(bare.events("started")) == 2
     assert "ok" in bare.run("python3", "-c", GET, "/healthz").stdout
     assert "more than is possible: 32 MiB is used" in bare.messages()
-    assert bare.sql("select max(number) from serversync.schema_version") == "2"
+    number = bare.sql("select max(number) from serversync.schema_version")
+    assert number == str(serversync.SCHEMA_VERSION)
+    bare.run("serversync", "setup")
+    owner = "select proowner::regrole from pg_proc where proname = 'serversync_wake'"
+    assert bare.sql(owner) == bare.sql("select relowner::regrole from pg_class"
+                                       " where relname = 'sync_outbox'")  # fmt: skip
     query = f"select created_at from serversync.waiting where tries > {tries} and"
     query += f" outbox_id = {waiting['seqs'][0]}"
     assert until(lambda: bare.sql(query), LONG, "a retry") == since
