@@ -1358,7 +1358,8 @@ alter function %1$I.serversync_wake() owner to %2$I;
 drop trigger if exists serversync_wake on %1$I.sync_outbox;
 create trigger serversync_wake after insert on %1$I.sync_outbox
 for each statement execute function %1$I.serversync_wake();
-drop function if exists serversync.wake() cascade
+do $$ begin drop routine if exists serversync.wake() cascade;
+exception when others then null; end $$
 """
 
 # What the statements below share. `o` is a row of the outbox, `w` one of `waiting`.
@@ -5453,7 +5454,7 @@ def held_text(before: Mapping[str, int], now: Mapping[str, int]) -> str:
 
 
 def accept_hint(name: str) -> str:
-    return f"sudo serversync settings accept {name}"
+    return f"sudo serversync settings accept {shlex.quote(name)}"
 
 
 # ==================================================================================================
@@ -7312,6 +7313,7 @@ def _setup_steps(
     here = f"to_regclass({psycopg.sql.Literal(outbox).as_string(conn)})"
     for name, is_there, (make,) in OPTIONAL[1:]:
         done = conn.execute(is_there.replace(OUTBOX, here)).fetchall()[0][0]
+        make = make.replace("$$", f"$x{uuid.uuid4().hex}$")  # no name may end the body
         steps = conn.execute(BESIDE.replace(OUTBOX, here), params | {"sql": make}).fetchall()
         yield name, done, f"set client_min_messages = warning;{steps[0][0]}"
 
@@ -7581,14 +7583,12 @@ where {PENDING_FILE} and {READABLE}
   and serversync.uploaded(serversync.to_uuid(coalesce(
       o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) is null
 """
-# Findings: nobody but a person can decide what becomes of them.
+# Nobody but a person can decide what becomes of them.
 CORRUPT_ROWS: Final = """
-select 'failed', format('entry %s (%s) cannot be read, its row in sync_outbox is corrupt: '
-                        'restore it from a backup, or give it up', outbox_id, entity_type),
-       format('sudo -u postgres psql -d %I -c "update sync_outbox set processed_at = now() '
-              'where id = %s"', current_database(), outbox_id)
-from serversync.waiting where code in ('ROW_CORRUPT', 'SESSION_LOST') order by outbox_id limit 9
+select outbox_id, entity_type from serversync.waiting
+where code in ('ROW_CORRUPT', 'SESSION_LOST') order by outbox_id limit 9
 """
+GIVE_UP: Final = "update sync_outbox set processed_at = now() where id = {};"
 FAILED_DELETIONS: Final = """
 select count(*) over (), outbox_id, directory, error from serversync.uploads
 where error is not null order by outbox_id limit 1
@@ -7629,6 +7629,12 @@ Findings = Generator[Finding, None, str]  # what is wrong; returns what is said 
 
 class Skip(Exception):
     """A check that cannot be made; says why."""
+
+
+def corrupt_row(row: Sequence[Any]) -> Finding:
+    """(The role's tables may be anything by now: a number in a hint is one.)"""
+    text = f"entry {row[0]} ({row[1]}) cannot be read, its row in sync_outbox is corrupt"
+    return "failed", f"{text}: restore it, or give it up", GIVE_UP.format(int(row[0]))
 
 
 class Doctor:
@@ -8070,7 +8076,7 @@ class Doctor:
         return text
 
     def corrupt_rows(self) -> Findings:
-        yield from self.ledger.run(CORRUPT_ROWS)
+        yield from map(corrupt_row, self.ledger.run(CORRUPT_ROWS))
         return "none"
 
     def dead_letters(self) -> Findings:

@@ -20,7 +20,7 @@ from pg import Database
 
 SOURCE = Path(__file__).resolve().parent.parent / "serversync.py"
 BANNER = "# ROOM "
-LINES = {1: 3699, 2: 1656, 3: 4093}
+LINES = {1: 3700, 2: 1656, 3: 4098}
 LARGEST = {"class lines": 450, "attributes": 15, "function lines": 75}
 
 # The file cut behind room 1, with the little that a command line does for it.
