@@ -688,6 +688,38 @@ def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
     assert_all_is_there(desk, db, role)
 
 
+def test_a_routine_of_the_role_s_does_not_keep_the_mend_away(
+    desk: Desk, role: Role, attacker: Attacker, db: Database
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    with db.admin() as admin:
+        admin.execute("DROP FUNCTION serversync_wake CASCADE")
+        attacker.runs(attacker.trap("serversync.wake()"))
+        admin.execute(OLD_TRIGGER)
+    attacker.runs(
+        "ALTER FUNCTION serversync.wake() RENAME TO evil",
+        "CREATE PROCEDURE serversync.wake() LANGUAGE sql AS 'SELECT 1'",
+    )
+    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["NOTIFY trigger"] == "made"
+    attacker.gets_nothing_from_others()
+
+
+def test_the_name_of_the_outbox_s_schema_is_no_command(
+    desk: Desk, role: Role, db: Database
+) -> None:
+    """Its owner chooses it, and the superuser's session writes it into functions."""
+    schema = "p$$;ALTER ROLE voicebot SUPERUSER;SELECT $$"
+    db.execute(f'CREATE SCHEMA "{schema}"')
+    db.execute(f'ALTER TABLE sync_outbox SET SCHEMA "{schema}"')
+    db.execute(f"ALTER DATABASE {db.name} SET check_function_bodies = off")
+    desk(*role.setup, DATABASE_URL=role.url, code=None)
+    with db.admin() as admin:
+        query = "SELECT rolsuper FROM pg_roles WHERE rolname = 'voicebot'"
+        is_super = admin.execute(query).fetchall()
+        admin.execute("ALTER ROLE voicebot NOSUPERUSER")
+    assert is_super == [(False,)]
+
+
 def checks(desk: Desk, role: Role) -> list[dict[str, str]]:
     found = desk.json("doctor", code=None, DATABASE_URL=role.url)["checks"]
     return [each for each in found if each["name"] in ("rights", "schema", "trigger")]
