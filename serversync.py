@@ -33,7 +33,7 @@ Map: three rooms, each of which names nothing of a later one
   2 Settings (from the frontend to the backend)
       what the answers mean (pure) . the tables . announcements' audio . in the agent's loop
   3 For people (other processes, no lock)
-      the desk . metrics . commands . doctor . the admin interface . the status page .
+      the console . metrics . commands . doctor . the admin interface . the status page .
       command line
 
 Exit codes, the first that applies
@@ -48,6 +48,7 @@ Exit codes, the first that applies
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import contextlib
 import difflib
@@ -57,12 +58,12 @@ import hashlib
 import hmac
 import http.client
 import io
-import ipaddress
 import json
 import logging
 import os
 import platform
 import pwd
+import queue
 import random
 import re
 import select
@@ -74,21 +75,22 @@ import stat
 import subprocess
 import sys
 import termios
+import textwrap
 import threading
 import time
 import traceback
+import tty
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from email.utils import formatdate, parsedate_to_datetime
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
-from types import NoneType
-from typing import Any, Final, NoReturn, TextIO, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TextIO, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import psycopg
@@ -108,19 +110,21 @@ __version__ = "0.2.0"
 
 # ==================================================================================================
 # Configuration
-# One table, the fields of Config: from it come the validation, --help and the checks of the README.
+# One table, the fields of Config: from it come the validation, --help and the checks of the manual.
 # ==================================================================================================
 
 ENV_FILE: Final = "/etc/serversync.env"
+TOKEN_FILE: Final = "/etc/serversync.token"
 EX_OK, EX_PERSON, EX_USAGE, EX_UNAVAILABLE, EX_TEMPFAIL, EX_CONFIG = 0, 1, 2, 69, 75, 78
 
 
 class ConfigError(Exception):
     """Something only a person can change; carries every problem, not just the first."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], right: Config | None = None) -> None:
         super().__init__("; ".join(problems))
         self.problems = list(problems)
+        self.right = right  # what is right of a configuration; the rest is by default
 
 
 Parse = Callable[[str], Any]
@@ -170,30 +174,46 @@ def _database(value: str) -> str:
     try:
         conninfo_to_dict(value)
     except psycopg.Error:
-        raise ValueError("must be a libpq URL such as postgresql:///voicebot") from None
+        url, _, query = value.partition("?")
+        known = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
+        # With an @ in it, it may be a piece of a password.
+        odd = {name for name, _ in parse_qsl(query)} - known if "@" not in query else ()
+        why = f"; libpq has no parameter {', '.join(sorted(odd))}" if odd and "://" in url else ""
+        raise ValueError(f"must be a libpq URL such as postgresql:///voicebot{why}") from None
     return value
 
 
-def _frontend(value: str) -> str:
+def _url(value: str) -> str:
     visible = re.fullmatch(r"(?ai)https?://[\w!$%&'()*+,./:;=~\[\]-]+", value)
     with contextlib.suppress(urllib3.exceptions.HTTPError):
         if visible and parse_url(value).host:
-            return value.rstrip("/")
+            return value
     raise ValueError("must be an http(s) URL such as https://voice.example.com, without a password")
 
 
-_absolute = _like(r"/[\s\S]*", "an absolute path")
+_absolute = _like(r"/[\s\S]*", "an absolute path")  # of secrets: a wrong one is not shown
+
+
+def _frontend(value: str) -> str:
+    return _url(value).rstrip("/")
+
+
+_local = _like(r"(?!~|\w+:)[^\0]+", "a path; a relative one is meant from the working directory")
+_words = re.compile("[, ]+").split
+_types = _like(r"[\w.-]+([, ]+[\w.-]+)*", "entity types, with commas between", _words)
 _device = _like("[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, and any of . _ : -")
 _day = _number(0, 86400)
 _VERIFY: Final = "/api/recordings/{callLogId}"
 _path = _like(r"(?a)/([\w./~-]|\{callLogId\}|\{recordingId\})*", f"a path such as {_VERIFY}")
-_RECORDINGS: Final = "/opt/virtual-voicebot/storage/recordings"
-_AUDIO: Final = "/opt/virtual-voicebot/data/announcements"
+_OF_TYPE: Final = "SYNC_ROUTE_<TYPE>"
+BACKEND: Final = "/opt/virtual-voicebot"
+_RECORDINGS: Final = f"{BACKEND}/storage/recordings"
+_AUDIO: Final = f"{BACKEND}/data/announcements"
 
 
-def _row(default: str | None, parse: Parse, text: str) -> Any:
+def _row(default: str | None, parse: Parse, text: str, name: str = "") -> Any:
     """A row of the option table. A default of None: required; an empty one: not set."""
-    return field(metadata={"default": default, "parse": parse, "text": text})
+    return field(metadata={"default": default, "parse": parse, "text": text, "name": name})
 
 
 @dataclass(frozen=True)
@@ -209,14 +229,15 @@ class Config:
     timeout_sec: float = _row("30", _number(0.5, 600), "to connect, for progress, for an answer")
     retry_max: int = _row("8", _whole(1, 1000), "a dead letter needs so many charged attempts")
     retry_hours: float = _row("24", _number(0, 8760), "a dead letter needs so many hours, too")
-    recordings_dir: str = _row(_RECORDINGS, _absolute, "where the backend writes its recordings")
+    recordings_dir: str = _row(_RECORDINGS, _local, "where the backend writes its recordings")
     file_grace_sec: float = _row("300", _day, "how long a missing file is waited for")
     delete_after_sec: float = _row("60", _day, "how long a call's files must be quiet")
     extra_files: str = _row("keep", _choice("keep", "delete"), "files that were never uploaded")
     upload_kbps: float = _row("0", _number(0, 10_000_000), "limit of uploads, 1000 bit/s; 0: none")
     verify_path: str = _row(_VERIFY, _path, "HEAD here must confirm an upload; empty: never asked")
     retention_days: float = _row("30", _number(0, 36500), "processed rows are kept; 0: for ever")
-    token_file: str = _row("", _absolute, "file with the bearer token")
+    retention_keep: Sequence[str] = _row("", _types, "entity types whose rows are never pruned")
+    token_file: str = _row("", _absolute, f"bearer token; else {TOKEN_FILE}, if there")
     token: str = _row("", str, "the bearer token itself (better: the file)")
     admin_token_file: str = _row("", _absolute, "token of the admin interface on TCP")
     ca_file: str = _row("", _absolute, "PEM file of a private CA")
@@ -226,14 +247,32 @@ class Config:
     log_level: str = _row("info", _choice("debug", "info", "warning", "error"), "least level shown")
     frontend_sync_interval_sec: float = _row("60", _day, "between settings pulls; 0: none")
     local_numbers: str = _row("keep", _choice("keep", "replace"), "numbers that never had a group")
-    announcements_dir: str = _row(_AUDIO, _absolute, "where announcements' audio goes")
+    announcement_audio_dir: str = _row(_AUDIO, _local, "where announcements' audio goes")
+    notification_queue_file: str = _row(
+        "", _local, "where the backend announces calls that come in"
+    )
+    notify_max_age_sec: float = _row("120", _day, "an older announcement is dropped")
+    routes: Mapping[str, str] = _row(
+        "", _url, "entries of this type go to this URL instead", _OF_TYPE
+    )
+    route_token_files: Mapping[str, str] = _row(
+        "", _absolute, "file with its token", f"{_OF_TYPE}_TOKEN_FILE"
+    )
+    route_tokens: Mapping[str, str] = field(default_factory=dict)
+    not_used: Sequence[str] = ()  # what stands in the file for the author's own program
 
 
 # By the variable: SYNC_ and the field's name, where that has no prefix of its own.
+_PREFIX: Final = "^(?!database_|frontend_|announcement_|notification_)"
 OPTIONS: Final = {
-    re.sub("^(?!database_|frontend_)", "sync_", option.name).upper(): option
+    option.metadata["name"] or re.sub(_PREFIX, "sync_", option.name).upper(): option
     for option in fields(Config)
+    if option.metadata
 }
+_CALL_ROUTE: Final = re.compile(r"SYNC_ROUTE_(?i:call_log|recording(_file)?)(_TOKEN_FILE)?\Z")
+_ROUTE: Final = re.compile(rf"(?!{_CALL_ROUTE.pattern})SYNC_ROUTE_(\w+?)(_TOKEN_FILE)?")
+FORMER: Final = {"SYNC_ANNOUNCEMENTS_DIR": "ANNOUNCEMENT_AUDIO_DIR"}  # names of the first edition
+NOT_OURS: Final = ("LOG_", "RUST_")  # what his own program reads, and the backend may
 
 # As systemd reads an EnvironmentFile: pieces in quotes may be glued together, and a backslash keeps
 # what follows it, or joins two lines.
@@ -283,49 +322,73 @@ def read_env_file(path: str | None, environ: Mapping[str, str]) -> dict[str, str
     path = path or (ENV_FILE if os.path.exists(ENV_FILE) else os.devnull)
     ours = {k: v for k, v in environ.items() if k in OPTIONS or k.startswith("SYNC_")}
     found = parse_env_file(read_text(path), path) | ours
-    return {k: v for k, v in found.items() if v.strip() or k == "SYNC_VERIFY_PATH"}
+    given = {k: v for k, v in found.items() if v.strip() or k == "SYNC_VERIFY_PATH"}
+    return {FORMER[k]: given.pop(k) for k in FORMER.keys() & given.keys()} | given
 
 
-def load_config(settings: Mapping[str, str], environ: Mapping[str, str]) -> Config:
+def _placed(path: str, given: bool, where: str) -> str:
+    """Relative paths are meant from the working directory; so are the defaults, if the backend has
+    its directories there: it may be a checkout of his."""
+    here = os.path.join(where, path if given else path.removeprefix(f"{BACKEND}/"))
+    return here if given or os.path.isdir(here) else path
+
+
+def load_config(settings: Mapping[str, str], where: Callable[[], str] = os.getcwd) -> Config:
     """A checked Config, or a ConfigError with all that is wrong and what is allowed."""
-    problems = []
+    problems, options, types = [], dict(OPTIONS), {}
     for key in sorted(settings.keys() - OPTIONS.keys()):
-        if key.startswith("SYNC_"):
+        if match := _ROUTE.fullmatch(key):  # of the type in small letters, if it is in capitals
+            *_, kind, suffix = match.groups("")
+            types[key] = kind.lower() if kind.isupper() else kind
+            options[key] = OPTIONS[f"{_OF_TYPE}{suffix}"]
+        elif key.startswith("SYNC_"):
             near = difflib.get_close_matches(key, OPTIONS, 1)
             hint = f"did you mean {near[0]}?" if near else "see serversync --help"
+            if _CALL_ROUTE.match(key):
+                hint = "what makes a call goes to the frontend, in order, and nowhere else"
             problems.append(f"{key} is unknown: {hint}")
     values: dict[str, Any] = {}
-    for name, option in OPTIONS.items():
-        text = settings.get(name, option.metadata["default"])
+    for name, option in options.items():
+        text, parse = settings.get(name, option.metadata["default"]), option.metadata["parse"]
         try:
             if text is None:
                 raise ValueError(f"is required: {option.metadata['text']}")
-            values[option.name] = option.metadata["parse"](text.strip()) if text else text
+            value = parse(text.strip()) if text else text
+            if parse is _local and value:
+                value = _placed(value, name in settings, where())
+            if name in types:
+                if types[name] in (values[option.name] or {}):
+                    raise ValueError(f"names the type {types[name]} a second time")
+                value = {**(values[option.name] or {}), types[name]: value}
+            values[option.name] = value
         except ValueError as error:  # the value is not shown: it may be a secret in a wrong place
             problems.append(f"{name} {error}")
-    values["device_id"] = values.get("device_id") or derived_device_id()
+            default = option.metadata["default"]
+            values[option.name] = parse(default) if default else ""
+    values["device_id"] = values["device_id"] or derived_device_id()
+    values["not_used"] = sorted(key for key in settings if key.startswith(NOT_OURS))
+    path = values["token_file"] or (TOKEN_FILE if os.path.exists(TOKEN_FILE) else "")
+    values["route_tokens"] = tokens = dict[str, str]()
     try:
-        values["token"] = _find_token(values, environ)
+        values["token"] = _token(read_text(path, "SYNC_TOKEN_FILE: ").strip() or values["token"])
+        for route, path in dict(values["route_token_files"] or {}).items():
+            tokens[route] = _token(read_text(path, f"the token file of {route}: "))
+            if route not in values["routes"]:
+                problems.append(f"{_OF_TYPE}_TOKEN_FILE: {route} has no {_OF_TYPE}")
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(problems)
     config = Config(**values)
+    if problems:
+        raise ConfigError(problems, config)
     if config.ca_file or config.client_cert or config.client_key:  # to try it takes 50 ms
         tls_context(config)
     return config
 
 
-def _find_token(values: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """The systemd credential if it is not empty, then the file, then the variable."""
-    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
-    path = credential if os.path.exists(credential) else ""
-    token = read_text(path, "credential: ").strip()
-    token = token or read_text(values.get("token_file", ""), "SYNC_TOKEN_FILE: ").strip()
-    token = token or values["token"]
-    if not re.fullmatch(r"[!-~]*", token):
+def _token(text: str) -> str:
+    if not re.fullmatch(r"[!-~]*", text.strip()):
         raise ConfigError(["the token must be one line of visible ASCII characters"])
-    return token
+    return text.strip()
 
 
 def tls_context(config: Config) -> ssl.SSLContext:
@@ -454,6 +517,18 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Order:
+    """An entry that goes elsewhere."""
+
+    seq: int
+    tries: int
+    waits_for: int | None
+    entity_id: str
+    key: str | None  # the payload's own
+    payload: str | None  # None: it is too large
+
+
+@dataclass(frozen=True)
 class Receipt:
     """What is written down of a request that was confirmed."""
 
@@ -462,7 +537,6 @@ class Receipt:
     key: str
     request_sha256: str | None
     answer: Answer
-    outcome: str
     call_log_id: str | None = None
     entity_id: str | None = None
     url: str | None = None
@@ -490,19 +564,6 @@ class Outage:
     tries: int
     due: float
     by_entries: bool  # so many of them failed: nothing else says so, and a new one is worth a try
-
-
-@dataclass
-class Tally:
-    """What was done since the last rest; the sentence is made of it."""
-
-    entries: int = 0
-    files: int = 0
-    bytes: int = 0
-    removed: int = 0
-    waiting: int = 0
-    dead: int = 0
-    started: float = field(default_factory=time.monotonic)
 
 
 class Lost(Exception):
@@ -616,7 +677,8 @@ def start_logging(environ: Mapping[str, str]) -> None:
 def configure_logging(config: Config) -> None:
     """Its level; and its secrets, as they are, and as JSON or a query writes them."""
     known: set[str] = set()
-    for secret in (config.token, str(conninfo_to_dict(config.database_url).get("password") or "")):
+    password = str(conninfo_to_dict(config.database_url).get("password") or "")
+    for secret in (config.token, password, *config.route_tokens.values()):
         text = json.dumps(secret)[1:-1]
         known.add(_CONTROL.sub(" ", secret))  # as `clean` has left it
         known |= {secret, text, text.replace("/", "\\/"), quote(secret), quote(secret, safe="")}
@@ -902,6 +964,17 @@ def confirm_entries(
     return _sent(answer), rejected
 
 
+def confirm_order(answer: Answer, *keys: str, now: float = 0.0) -> Verdict:
+    """The verdict on an entry that went elsewhere: a JSON object that does not contradict. (What is
+    only called `key` may be anything's.) `keys`: its key as the header has it, and the payload."""
+    said, taken = answer.said, any(_has_it(answer, key) for key in keys)
+    if said is not None and 200 <= (answer.status or 0) <= 299:
+        echoes = [said[name] for name in ("idempotencyKey", "idempotency_key") if name in said]
+        ours = all(str(echo) in keys for echo in echoes)
+        taken = answer.complete and said.get("ok") is not False and ours
+    return _sent(answer) if taken else classify(answer, now)
+
+
 _FILE_URL: Final = re.compile(r"(?i)https?://[!-.0-~][!-~\u00a1-\ud7ff\ue000-\U0010ffff]{0,2040}")
 
 
@@ -971,6 +1044,7 @@ class Endpoint:
     failing: set[int] = field(default_factory=set)  # in a row, without a success between
     seen: int = 0  # the newest entry at the last try of an outage
     retry_at: float = 0.0
+    way: str = ""  # the type of its entries, where they do not go with all others
 
     def succeeded(self, number: int) -> Outage | None:
         """So many got through; the outage that this ended."""
@@ -1014,6 +1088,12 @@ class Endpoint:
         self.failing.clear()
 
 
+def paused_until(endpoints: Sequence[Endpoint]) -> float:
+    """The end of the pause that was asked for."""
+    told = [each.outage for each in endpoints if each.outage and not each.outage.by_entries]
+    return max((outage.due for outage in told if outage.code == "RATE_LIMITED"), default=0.0)
+
+
 def grace_is_over(tries: int, waited: float, grace: float) -> bool:
     """A file may be called missing: so many looks, so much of our own running time."""
     return tries + 1 >= LOOKS_MIN and waited >= grace
@@ -1031,24 +1111,11 @@ def count(number: float, word: str, plural: str = "") -> str:
     return f"{number:.10g} {word if number == 1 else plural or word + 's'}"
 
 
-IDLE: Final = "idle: nothing to send"
-
-
-def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
-    """What was done, or why nothing was done, in one sentence; empty if there is neither."""
-    parts = (
-        (tally.entries, f"sent {count(tally.entries, 'entry', 'entries')}"),
-        (tally.files, f"uploaded {count(tally.files, 'recording')} ({human(tally.bytes)})"),
-        (tally.removed, f"removed {count(tally.removed, 'uploaded recording')} from the disk"),
-        (tally.waiting, f"{count(tally.waiting, 'entry waits', 'entries wait')} for a retry"),
-        (tally.dead, f"gave up {count(tally.dead, 'entry', 'entries')} (dead letters)"),
-    )
-    done = [words for number, words in parts if number]
-    for outage in {each.reason: each for each in outages}.values():  # mostly the same for both
-        wait = max(0.0, outage.due - now)
-        told = f"outage since {now - outage.since:.0f} s, next try in {wait:.0f} s"
-        done.append(f"{told}: {outage.reason}")
-    return "; ".join(done)[:400]
+def clock(at: float, now: float) -> str:
+    """The time of day here; of another day with its date."""
+    then = time.localtime(at)
+    today = then[:3] == time.localtime(now)[:3]
+    return time.strftime("%H:%M:%S" if today else "%d %b %H:%M:%S", then)
 
 
 # ==================================================================================================
@@ -1056,9 +1123,10 @@ def sentence_of(tally: Tally, outages: Sequence[Outage], now: float) -> str:
 # Everything of the agent's own, made or brought up to date by the one that holds the lock.
 # ==================================================================================================
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 TABLES: Final = """
+do $$ begin if to_regnamespace('serversync') is null then create schema serversync; end if; end $$;
 create table serversync.schema_version (number int primary key);
 
 -- Confirmed uploads whose local files still exist: deletion works from this table alone. (Ids may
@@ -1262,7 +1330,7 @@ _NUMBERED: Final = f"insert into serversync.schema_version values ({SCHEMA_VERSI
 MIGRATIONS: Final = {
     0: TABLES + WAITING_TABLE + FUNCTIONS + _NUMBERED,
     1: WAITING_TABLE + FUNCTIONS + FROM_VERSION_1 + _NUMBERED,
-    2: _NUMBERED,
+    **dict.fromkeys((2, 3), _NUMBERED),
 }
 
 # ==================================================================================================
@@ -1293,25 +1361,28 @@ where pid = %(pid)s and backend_start = %(start)s and usename = current_user
 """
 # The try form: the blocking one would pin xmin for as long as the standby waits.
 TRY_LOCK: Final = "select pg_try_advisory_lock(%(key)s::bigint)"
-# What is there, and which rights this role lacks on it. No lock.
-RIGHTS: Final = """
-select outbox is not null, recordings::text, to_regnamespace('serversync') is not null,
-       to_regclass(case when has_schema_privilege(to_regnamespace('serversync'), 'usage')
-                        then 'serversync.schema_version' end) is not null,
-       quote_ident(current_user), current_database()::text,
-       array_remove(array[
-           case when not (has_table_privilege(outbox, 'select')
-                          and has_column_privilege(outbox, 'processed_at', 'update'))
-                then 'select, update (processed_at) on sync_outbox' end,
-           case when not (has_table_privilege(recordings, 'select')
-                          and has_column_privilege(recordings, 'upload_status', 'update')
-                          and has_column_privilege(recordings, 's3_url', 'update'))
-                then 'select, update (upload_status, s3_url) on recordings' end,
-           case when not has_table_privilege(settings, 'select')
-                then 'select on system_settings' end], null),
-       current_setting('server_encoding')
-from (select to_regclass('sync_outbox') as outbox, to_regclass('recordings') as recordings,
-             to_regclass('system_settings') as settings) backend
+# What the role needs: the rights on a relation (a column: to be updated; `usage`: of its sequence),
+# whether nothing goes on without them where it is there, and what is lost. Other rooms add theirs.
+NEEDS: Final = [
+    ("sync_outbox", "select, update (processed_at)", True, "nothing is sent"),
+    ("recordings", "select, update (upload_status), update (s3_url)", True, "none is marked"),
+    ("system_settings", "select", True, "the interval is SYNC_POLL_INTERVAL_SEC"),
+    ("sync_outbox", "delete", False, "old rows are not pruned"),
+]
+# Each of them: where it is (by the search_path, or in this schema), and what this role, or another,
+# lacks of it. No lock.
+LACKS: Final = r"""
+select need->>0 as relation, object::text, (
+    select string_agg(each, ', ') from unnest(string_to_array(need->>1, ', ')) as each
+    left join pg_attribute on attrelid = object and attname = substring(each from '\((.*)\)')
+    where not case
+        when each like 'update (%%' then has_column_privilege(who, object, attnum, 'update')
+        when each <> 'usage' then has_table_privilege(who, object, each)
+        else has_sequence_privilege(who, pg_get_serial_sequence(object::text, 'id'), each) end
+    ) as lacks, (need->>2)::bool, need->>3
+from json_array_elements(%(needs)s::json) with ordinality needs (need, number)
+cross join to_regclass(concat(quote_ident(%(schema)s::text) || '.', need->>0)) as object
+cross join coalesce(%(who)s::name, current_user) as who order by number
 """
 VERSION: Final = "select coalesce(max(number), 0) from serversync.schema_version"
 # A new holder of the lock: results of an older epoch are worth nothing. Durable, whatever the
@@ -1329,10 +1400,10 @@ INDEX_STATE: Final = f"""
 select indisvalid from pg_index join pg_class on pg_class.oid = indexrelid
 where indrelid = {OUTBOX} and relname = 'sync_outbox_serversync_pending'
 """
-DROP_INDEX: Final = "drop index concurrently if exists sync_outbox_serversync_pending"
+DROP_INDEX: Final = "drop index concurrently if exists %1$I.sync_outbox_serversync_pending"
 # CONCURRENTLY: a plain one would block the backend's INSERT.
 CREATE_INDEX: Final = """
-create index concurrently sync_outbox_serversync_pending on sync_outbox (id)
+create index concurrently sync_outbox_serversync_pending on %1$I.sync_outbox (id)
 where processed_at is null
 """
 # One that is disabled was disabled by somebody who meant it.
@@ -1340,7 +1411,7 @@ TRIGGER_STATE: Final = f"""
 select tgenabled <> 'D'
 from pg_trigger join pg_class c on c.oid = tgrelid join pg_proc p on p.oid = tgfoid
 where tgrelid = {OUTBOX} and tgname = 'serversync_wake'
-  and (tgenabled = 'D' or (p.proowner, p.pronamespace) = (c.relowner, c.relnamespace))
+  and (p.proowner, p.pronamespace) = (c.relowner, c.relnamespace)
 """
 # Who owns a function rules its callers: ours are the outbox's owner's (%2$I), beside it (%1$I).
 BESIDE: Final = f"""
@@ -1363,7 +1434,7 @@ exception when others then null; end $$
 """
 
 # What the statements below share. `o` is a row of the outbox, `w` one of `waiting`.
-PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type <> 'recording_file'"
+PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type <> all (%(apart)s::text[])"
 PENDING_FILE: Final = "o.processed_at is null and o.entity_type = 'recording_file'"
 IN_PASS: Final = "o.id > %(after)s::bigint and o.id <= %(until)s::bigint"
 CALL: Final = "serversync.call_of(o.payload)"
@@ -1371,6 +1442,10 @@ CALL_ID: Final = "left(coalesce(payload->>'callId', payload->>'call_id'), 1024)"
 FILE_PATH: Final = "left(coalesce(payload->>'filePath', payload->>'file_path'), 4096)"
 RECORDING: Final = """serversync.to_uuid(
     coalesce(payload->>'recordingId', payload->>'recording_id', entity_id::text))"""
+# Of this endpoint: the type that goes a way of its own, or (none) all others. (Of a `case` the
+# planner thinks that it is true of every second row, of an equation of one in two hundred.)
+WAY: Final = """case when {0}.entity_type = any (%(apart)s::text[])
+    then {0}.entity_type = %(way)s::text else %(way)s::text = '' end"""
 # What `w` (or a letter) is about is pending still.
 HAS_ENTRY: Final = """exists (
     select from sync_outbox o
@@ -1391,9 +1466,10 @@ def _first(entity: str, call: str, before: str) -> str:
     plan does not change with what the tables hold.)"""
     look_up = """(
         select coalesce(e.waits_for, e.outbox_id) from serversync.waiting e
-        where e.entity_id = {} and e.outbox_id {} and not e.is_file
+        where e.entity_id = {} and e.outbox_id {} and {}
         order by e.outbox_id limit 1)"""
-    return f"coalesce({look_up.format(entity, before)}, {look_up.format(call, before)})"
+    way = WAY.format("e")
+    return f"coalesce({look_up.format(entity, before, way)}, {look_up.format(call, before, way)})"
 
 
 def _may_go(row: str, seq: str, call: str) -> str:
@@ -1440,10 +1516,10 @@ LAST: Final = "select id from sync_outbox where processed_at is null order by id
 # One plan for many batches, made of the tables as they are then: to plan each anew costs as much as
 # to carry it out. A pass begins with new ones: a plan of an empty table is of no use to a full one.
 NEW_PLANS: Final = "set plan_cache_mode = force_generic_plan; discard plans"
-# The next pending entry, or recording, without a row; never touches a payload: it may be corrupt.
+# The next pending entry of an endpoint's without a row; never touches a payload: it may be corrupt.
 NEXT_ID: Final = f"""
 select o.id from sync_outbox o
-where o.processed_at is null and (o.entity_type = 'recording_file') = %(files)s::boolean
+where o.processed_at is null and {WAY.format("o")}
   and {IN_PASS} and o.id <> all (%(skip)s::bigint[]) and {NO_ROW}
 order by o.id limit 1
 """
@@ -1516,7 +1592,7 @@ returning 1
 NEXT_RETRY: Final = f"""
 select w.outbox_id, greatest(0, extract(epoch from w.next_attempt_at - now()))::float8
 from serversync.waiting w
-where w.is_file = %(files)s::boolean and w.next_attempt_at < 'infinity'
+where {WAY.format("w")} and w.next_attempt_at < 'infinity'
   and (%(before)s::timestamptz is null or w.updated_at < %(before)s::timestamptz)
   and {_may_go("w", "outbox_id", "w.call_id")}
   and (w.is_file or {_first("w.entity_id", "w.call_id", "< w.outbox_id")} is null)
@@ -1555,10 +1631,25 @@ select o.id, coalesce(o.call::text, ''), coalesce(o.recording::text, ''), o.file
               where e.call_id = o.call and e.outbox_id < o.id and e.is_file)),
        w.outbox_id is null and exists (
         select from sync_outbox e
-        where e.processed_at is null and e.id < o.id and e.entity_type <> 'recording_file'
+        where e.processed_at is null and e.id < o.id and e.entity_type <> all (%(apart)s::text[])
           and e.entity_id in (o.recording, o.call) and e.id <> all (%(skip)s::bigint[]))
 from file o
 left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
+"""
+# An entry that goes elsewhere, and the earlier one of its entity's that must be through before.
+# What is stored is compressed: the text has the limit, too.
+READ_ORDER: Final = """
+select o.id, coalesce(w.tries, 0),
+       (select min(e.outbox_id) from serversync.waiting e
+        where e.entity_id = o.entity_id and e.entity_type = o.entity_type and e.outbox_id < o.id),
+       o.entity_id::text, coalesce(payload->>'idempotency_key', payload->>'idempotencyKey'),
+       case when octet_length(text) <= %(most)s::bigint then text end
+from sync_outbox o
+left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
+cross join lateral (
+    select case when pg_column_size(payload) <= %(most)s::bigint then payload::text end as text
+    offset 0) written
+where o.processed_at is null and o.id = %(seq)s::bigint
 """
 # Confirmed uploads whose files are still here.
 UPLOADS: Final = """
@@ -1585,6 +1676,16 @@ DELETION_FAILED: Final = """
 update serversync.uploads set tries = tries + 1, error = %(error)s
 where outbox_id = %(seq)s and directory = %(directory)s
 """
+
+# Incoming calls: what became of their lines, and how far the file was read.
+CALLS_READ: Final = """
+insert into serversync.counters as c (name, label, value)
+select 'calls', outcome, lines::float8 from jsonb_each_text(%(counts)s::jsonb) each (outcome, lines)
+union all select 'calls_offset', '', %(offset)s::bigint
+on conflict (name, label) do update
+set value = excluded.value + case when c.name = 'calls' then c.value else 0 end
+"""
+CALLS_OFFSET: Final = "select value::bigint from serversync.counters where name = 'calls_offset'"
 
 # All that decides what becomes of one entry that failed. A payload that may be corrupt is not read.
 PAST: Final = f"""
@@ -1736,7 +1837,7 @@ with old as (
                               where started_at < (select age from old)),
                              (select max(outbox_id) from serversync.dead_letters
                               where created_at < (select age from old)))
-          and processed_at < (select age from old)
+          and processed_at < (select age from old) and entity_type <> all (%(keep)s::text[])
         order by id limit 1000)
     returning 1
 ), noted as (
@@ -1772,7 +1873,7 @@ RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is 
 BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
 # What the agent makes of the backend's outbox: whether it is there, and how it is made.
 OPTIONAL: Final = [
-    ("index", f"select coalesce(({INDEX_STATE}), false)", [DROP_INDEX, CREATE_INDEX]),
+    ("index of pending entries", f"select ({INDEX_STATE}) is true", [DROP_INDEX, CREATE_INDEX]),
     ("NOTIFY trigger", f"select exists ({TRIGGER_STATE})", [CREATE_TRIGGER]),
 ]
 
@@ -1802,7 +1903,8 @@ class Hot:
     @staticmethod
     def _text(value: object) -> bytes | None:
         if isinstance(value, list):
-            value = "{" + ",".join(map(str, value)) + "}"
+            # In quotes: there may be a type of the name null. (None has one in it.)
+            value = "{" + ",".join(f'"{each}"' for each in value) + "}"
         return None if value is None else str(value).encode()
 
 
@@ -1901,18 +2003,21 @@ class Session:
 
     def prepare(self) -> None:
         """Makes what is the agent's own; says what is missing of the rest."""
-        outbox, recordings, schema, ours, role, name, missing, encoding = self.run(RIGHTS)[0]
-        if not outbox:
+        with self.session() as conn:
+            name, encoding = conn.info.dbname, conn.info.parameter_status("server_encoding")
+            who, how = f"database {name}: role {conn.info.user}", "run: sudo serversync setup"
+        needs = self.run(LACKS, needs=json.dumps(NEEDS), who=None, schema=None)
+        if not needs[0][1]:
             raise Unavailable(f"database {name} has no table sync_outbox: is it the backend's?")
         if encoding not in ("UTF8", "SQL_ASCII"):
             raise ConfigError([f"database {name}: its encoding is {encoding}, it must be UTF8"])
-        who, how = f"database {name}: role {role}", "run: sudo serversync setup"
+        missing = [f"{lacks} on {of}" for of, _, lacks, required, _ in needs if lacks and required]
         if missing:
             raise ConfigError([f"{who} lacks {what}: {how}" for what in missing])
+        known = 0
         try:
-            if not schema:
-                self.run("create schema serversync")
-            known = self.run(VERSION)[0][0] if ours else 0
+            with contextlib.suppress(psycopg.errors.UndefinedTable):
+                known = self.run(VERSION)[0][0]
             if known < SCHEMA_VERSION:
                 self.run("set local statement_timeout = 0;" + MIGRATIONS[known], INDEX_DEADLINE)
                 now = f"schema serversync is now at version {SCHEMA_VERSION}"
@@ -1923,8 +2028,8 @@ class Session:
             newer = f"the schema serversync is of a newer version ({known}) than this program"
             raise ConfigError([newer])
         hints = self.make_optional()
-        if recordings is None:
-            hints.append("there is no table recordings: none is marked as uploaded")
+        absent = [need for need in needs if need[3] and not need[1]]
+        hints += [f"there is no table {need[0]}: {need[4]}" for need in absent]
         if hints and hints != self._hints:
             say(logging.WARNING, "reduced", f"going on with less: {'; '.join(hints)}")
         self._hints = hints
@@ -1972,21 +2077,23 @@ class Store:
         self.session = session
         self.run = session.run
         self.rows = True  # there may be some in `waiting`
+        self.changed = True  # something was written down since the last rest
         self.before: datetime | None = None  # `once` retries what failed before it began
         self.travelling: FileEntry | None = None  # the file under way
+        self.apart: list[str] = []  # entity types that do not go with all others
         self.unwritten: list[Result] = []
         self._again_at = 0.0
 
     def _left_out(self) -> dict[str, Any]:
-        """Through at the frontend, but not written down yet; and whose file travels."""
+        """Through, but not written down yet; whose file travels; and what goes another way."""
         skip = [seq for result in self.unwritten for seq in result.seqs]
         files = [self.travelling, *(result.file for result in self.unwritten)]
         travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
-        return {"skip": skip, "travels": travels}
+        return {"skip": skip, "travels": travels, "apart": self.apart, "way": ""}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
-        rows = self.run(sql, **params, **self._left_out())
+        rows = self.run(sql, **(self._left_out() | params))
         return rows[0] if rows else None
 
     def value(self, sql: str, **params: Any) -> Any:
@@ -2003,7 +2110,7 @@ class Store:
         return self._batch(HOT_FETCH_ALONE, seq=seq, size=1, bytes=most, most=most)
 
     def _batch(self, statement: Hot, **params: Any) -> Batch:
-        seqs, size, body = statement.run(self.session, params | self._left_out())
+        seqs, size, body = statement.run(self.session, self._left_out() | params)
         found = list(map(int, seqs.split(b","))) if seqs else []
         return Batch(found, int.from_bytes(size, "big"), body, hashlib.sha256(body).hexdigest())
 
@@ -2017,6 +2124,8 @@ class Store:
         digest = hashlib.sha256(answer.body).hexdigest() if answer.body else None
         params = vars(receipt) | {"status": answer.status, "seconds": answer.duration}
         params |= {"seqs": list(seqs), "answer_sha256": digest}
+        known = {None: "already_uploaded", 409: "conflict_processed"}
+        params["outcome"] = known.get(answer.status, "sent")
         if receipt.kind == "file":
             with self.session.session() as conn:  # one message: both, or neither
                 both = psycopg.ClientCursor(conn).execute(f"{CONFIRM}; {KEEP_UPLOAD}", params)
@@ -2080,6 +2189,7 @@ class Store:
                 self.unwritten.remove(result)  # a bug of ours: it would be so for ever
                 raise
             self.unwritten.remove(result)
+            self.changed = True
         if began >= self.settle_at:
             now = time.monotonic()
             self._again_at = now + max(1.0, SHARE * (now - began))
@@ -2094,9 +2204,11 @@ class Store:
 ANSWER_MAX: Final = 64 * 1024
 HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
-READ_SEC: Final = 5.0  # for the head of an answer, and for each piece: all others wait meanwhile
+READ_SEC: Final = 5.0  # for the head of an answer, for each piece: all others wait meanwhile
 STALL_SEC: Final = 60.0
 STALL_RATE: Final = 1000  # less than 1 kB/s for 60 s ends an upload
+CALL_SEC: Final = 5.0  # for the announcement of a call
+ROUTE_SEC: Final = 3.0  # to connect where a route leads: all others wait meanwhile
 LEAST_RATE: Final = 5000  # bytes a second: how long entries may take at most
 TURN_SEC: Final = 0.1  # so long a body is pushed before others have their turn
 PIECE, PIECE_TLS = 256 * 1024, 16 * 1024
@@ -2160,12 +2272,14 @@ class Source(io.RawIOBase):
 
 
 class Wire:
-    """The way to the frontend: one connection, and the requests on it, one after the other."""
+    """The way to the frontend, or where a route leads: one connection, and the requests on it, one
+    after the other."""
 
-    def __init__(self, config: Config, process: Process, keep: bool = True) -> None:
+    def __init__(self, config: Config, process: Process, keep: bool = True, to: str = "") -> None:
         self.process, self.keep = process, keep
         self.patience = config.timeout_sec  # to connect, without progress, and for the answer
-        self.url = parse_url(config.frontend_base_url)
+        self.reach = ROUTE_SEC if to else self.patience
+        self.url = parse_url(config.routes[to] if to else config.frontend_base_url)
         self.tls = tls_context(config) if self.url.scheme == "https" else None
         self.sock: socket.socket | None = None
         self.used = 0.0  # when it was used last
@@ -2177,13 +2291,18 @@ class Wire:
             "Accept-Encoding": "identity",
             "X-Serversync-Device": config.device_id,
         }
-        if config.token:
-            self._headers["Authorization"] = f"Bearer {config.token}"
+        token = config.route_tokens.get(to) if to else config.token
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def close(self) -> None:
         if self.sock is not None:
             self.sock.close()
             self.sock = None
+
+    def post(self, path: str, body: bytes, key: str, most: float) -> Steps[Answer]:
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        return self.exchange(Outgoing("POST", path, headers, most, body))
 
     def exchange(self, asked: Outgoing) -> Steps[Answer]:
         """One request; a reset on a kept connection is tried once more on a fresh one."""
@@ -2200,7 +2319,8 @@ class Wire:
         headers = {**self._headers, **asked.headers}
         if asked.method == "POST":
             headers["Content-Length"] = str(asked.length)
-        path = (self.url.path or "").rstrip("/") + asked.path
+        path = self.url.path or ""
+        path = path.rstrip("/") + asked.path if asked.path else path or "/"  # none: of a route
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return f"{asked.method} {path} HTTP/1.1\r\n{lines}\r\n".encode("ascii")
 
@@ -2209,7 +2329,7 @@ class Wire:
         if self.sock is None:
             host = (self.url.host or "").strip("[]")
             port = self.url.port or (443 if self.tls else 80)
-            limit = min(self.patience, asked.most)
+            limit = min(self.patience, self.reach, asked.most)
             with self.process.deadline(limit, None):
                 look_up(host)
                 sock = socket.create_connection((host, port), limit)
@@ -2222,6 +2342,11 @@ class Wire:
             sock.setblocking(False)
             self.sock = sock
         return self.sock
+
+
+def header_text(text: str) -> str:
+    """Text from outside as a header's value."""
+    return quote(text[:255], safe="".join(map(chr, range(0x21, 0x7F))), errors="replace")
 
 
 @dataclass(frozen=True)
@@ -2346,18 +2471,18 @@ class Exchange:
         while 100 <= response.status < 200:  # 102, 103: the answer follows
             response.headers = None  # type: ignore[assignment]  # else it has begun
             response.begin()
-        headers = response.headers
-        length = headers.get("Content-Length")
+        length = response.headers.get("Content-Length")
         if length is not None and not length.strip().isdecimal():
             # http.client would read to the connection's end.
             raise http.client.HTTPException(f"a length that is no number: {length}")
         text, size = bytearray(), 0
         take = self.asked.sink if self.asked.sink and response.status == 200 else text.extend
-        while size <= self.asked.answer_max and not response.isclosed():
-            if size:
-                yield Wait(0.0, sock.fileno(), select.POLLIN)
+        while size <= self.asked.answer_max and not response.isclosed() and response.length != 0:
             source.until = min(time.monotonic() + READ_SEC, until)
-            piece = response.read(min(8192, self.asked.answer_max + 1 - size))
+            if size:  # of a chunked answer http.client may hold the rest
+                there = response.chunked or source.arrived()
+                yield Wait(0.0 if there else source.until, sock.fileno(), select.POLLIN)
+            piece = response.read1(min(8192, self.asked.answer_max + 1 - size))
             size += len(piece)
             take(piece)
         whole = size <= self.asked.answer_max
@@ -2369,7 +2494,7 @@ class Exchange:
         return Answer(
             status=response.status,
             body=bytes(text),
-            headers={name.lower(): value for name, value in headers.items()},
+            headers={name.lower(): value for name, value in response.headers.items()},
             detail="" if whole else f"an answer longer than {self.asked.answer_max // 1024} KiB",
             complete=complete,
         )
@@ -2397,15 +2522,14 @@ class Frontend:
         # Each upload has a connection of its own: a stray second answer on a kept one would
         # confirm the next recording.
         self.files = Wire(config, process, keep=False)
+        self.calls = Wire(config, process)
         # Whether HEAD tells what was stored; None: not known yet.
         self.trusted = None if config.verify_path else False
 
     def post(self, body: bytes, key: str, most: float, wire: Wire | None = None) -> Steps[Answer]:
         """Entries; an empty list asks whether the frontend lives."""
-        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         most = min(2 * self.config.timeout_sec + len(body) / LEAST_RATE, most)
-        request = Outgoing("POST", "/api/ingest/sync", headers, most, body)
-        return (wire or self.entries).exchange(request)
+        return (wire or self.entries).post("/api/ingest/sync", body, key, most)
 
     def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
         """A recording, `rate` bytes a second at most (0: no limit)."""
@@ -2533,13 +2657,13 @@ def subdirectory(root: int, name: str, mode: int) -> int:
     return os.open(name, _OPEN_DIR, dir_fd=root)
 
 
-def open_plain(folder: int, name: str) -> int:
+def open_plain(folder: int | None, name: str) -> int:
     """A plain file of one name; ELOOP for all that is none, as for a link."""
     fd = os.open(name, _OPEN_FILE, dir_fd=folder)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         os.close(fd)
-        raise OSError(errno.ELOOP, "not a plain file of one name")
+        raise OSError(errno.ELOOP, "not a plain file of one name", name)
     return fd
 
 
@@ -2735,8 +2859,6 @@ class Recordings:
 class Job:
     """A generator that says after each piece of work when it wants to go on."""
 
-    sentence = ""  # what a person should know of it; empty while all is well
-
     def __init__(self) -> None:
         self.wait = AT_ONCE
         self._woken = False  # while it worked: it looks again before it rests
@@ -2746,10 +2868,11 @@ class Job:
     def turns(self) -> Steps[None]:
         raise NotImplementedError
 
-    def step(self, now: float, ready: Container[int]) -> None:
-        """One piece of work, if it is time for it. After an error the next step begins anew."""
+    def step(self, now: float, ready: Container[int]) -> bool:
+        """One piece of work, if it is time for it; whether there was something to do. After an
+        error the next step begins anew."""
         if self.wait.until > now and self.wait.fd not in ready:
-            return
+            return False
         try:
             self.wait = next(self._turns)
         except BaseException:
@@ -2758,6 +2881,7 @@ class Job:
         self.failures = 0
         if self._woken and not self.under_way and self.wait.until > now:
             self._woken, self.wait = False, AT_ONCE
+        return True
 
     @property
     def under_way(self) -> bool:
@@ -2773,6 +2897,10 @@ class Job:
         """Another configuration, or somebody who says: try now."""
         self.wake()
 
+    def told(self) -> list[tuple[str, str]]:
+        """What a person should know of it, with its state: nothing while all is well."""
+        return []
+
     def published(self) -> dict[str, object]:
         """What the state file says of it."""
         return {}
@@ -2787,43 +2915,51 @@ class Health:
 
     def __init__(self, config: Config) -> None:
         self.entries = Endpoint("entries", config.batch_size, ENTRIES_IN_ROW, config.batch_size)
-        self.files = Endpoint("files", 1, FILES_IN_ROW)
-        self.endpoints = (self.entries, self.files)
+        self.files = Endpoint("files", 1, FILES_IN_ROW, way="recording_file")
+        self.frontend = (self.entries, self.files)
+        self.endpoints = [*self.frontend]  # and those of the routes
         self.alive_until = 0.0  # so long it is not asked; never, where it refuses to be
-        self.quiet_until = 0.0  # the frontend asked for a pause of all traffic
         self.untried = True  # somebody said: try now
+
+    @property
+    def quiet_until(self) -> float:
+        """The frontend asked for a pause of all its traffic."""
+        return paused_until(self.frontend)
+
+    def pause(self, seconds: float = 0.0) -> Steps[None]:
+        """At least so long, whoever wakes the job, and until the frontend's own pause is over."""
+        due = time.monotonic() + seconds
+        while (until := max(due, self.quiet_until)) > time.monotonic():
+            yield Wait(until)
 
 
 class Voice:
-    """What the agent says of itself: the unit's status, the state file, the journal."""
+    """What the agent says of itself: what those show who look from outside, and the journal."""
 
-    def __init__(self, show: Callable[..., None], session: Session, health: Health) -> None:
+    def __init__(self, show: Callable[..., str], session: Session, health: Health) -> None:
         self.show, self.session, self.health = show, session, health
         self.repeats = Repeats()
-        self.tally = Tally()
         self.deaths = 0
-        self.done = IDLE  # the sentence of what was done since the last look for entries
+        self.mistake = ""  # in a configuration that was refused
         self.sentence = ""
         self.jobs: Sequence[Job] = ()
+        self.sent, self.began = 0, time.monotonic()  # entries since the last rest
         self.inflight = 0  # entries of the request that is under way
         self._busy_at = 0.0
 
-    def rest(self) -> None:
-        if any(job.failures for job in self.jobs):
-            return  # what failed was told, and stands
-        outages = [each.outage for each in self.health.endpoints if each.outage]
-        self.done = sentence_of(self.tally, outages, time.monotonic()) or self.done
-        self.tally = Tally()
-        self.report("; ".join([self.done, *(job.sentence for job in self.jobs if job.sentence)]))
+    def rest(self, changed: bool) -> None:
+        if not any(job.failures for job in self.jobs):  # what failed was told, and stands
+            self.sent, self.began = 0, time.monotonic()
+            self.report(look=self.session.run, changed=changed)
 
     def busy(self, sentence: str, **progress: object) -> None:
         """What is going on in the middle; at most once a second."""
         if time.monotonic() - self._busy_at >= 1:
             self._busy_at = time.monotonic()
-            self.report(sentence, progress)
+            self.report(("busy", sentence), progress=progress)
 
-    def report(self, sentence: str, progress: dict[str, object] | None = None) -> None:
-        sentence = clean(sentence)
+    def report(self, *now: tuple[str, str], **more: object) -> None:
+        """What there is to tell, each with its state; what is made of it is the sentence."""
         wall = time.time() - time.monotonic()
         outages = [
             {"endpoint": each.name, "code": each.outage.code, "reason": each.outage.reason}
@@ -2831,19 +2967,16 @@ class Voice:
             for each in self.health.endpoints
             if each.outage
         ]
-        state = {"sentence": sentence, "standby": sentence == STANDBY, "outages": outages}
-        state |= {"listening": self.session.locked, "progress": progress, "inflight": self.inflight}
+        told = [*now, *(each for job in self.jobs for each in job.told())]
+        told += [("person", f"the old configuration stays: {self.mistake}")] if self.mistake else []
+        state = {"told": [(kind, clean(text)) for kind, text in told], "outages": outages}
+        state |= {"standby": ("waiting", STANDBY) in now, "listening": self.session.locked}
+        state |= {"progress": None, "inflight": self.inflight}
         for job in self.jobs:
             state |= job.published()
-        self.show(**state)
-        if sentence != self.sentence:
-            self.sentence = sentence
-            daemon.notify(f"STATUS={sentence}")
-            say(logging.DEBUG, "cycle", sentence)
+        self.sentence = self.show(**state | more)
 
     def failed(self, seq: int, past: Past, verdict: Verdict, step: Step) -> None:
-        self.tally.waiting += not step.dead
-        self.tally.dead += step.dead
         self.deaths += step.dead
         quiet = verdict.code == "NOT_READY" and step.tries > 1
         level = logging.DEBUG if quiet else logging.WARNING
@@ -2864,15 +2997,16 @@ class Delivery(Job):
         super().__init__()
         self.agent, self.endpoint, self.health = agent, endpoint, agent.health
         self.store, self.voice = agent.store, agent.voice
+        self.together: Sequence[Endpoint] = agent.health.frontend  # what answers for this one, too
 
     def succeeded(self, number: int) -> None:
         """It speaks for the frontend, and ends every outage but one that only entries of the other
         endpoint say. What was under way ends no pause that was asked for meanwhile."""
-        agent, health = self.agent, self.health
-        if time.monotonic() < health.quiet_until:
+        agent = self.agent
+        if time.monotonic() < paused_until(self.together):
             return
         ended, name = self.endpoint.succeeded(number), self.endpoint.name
-        others = [each for each in health.endpoints if each.outage and not each.outage.by_entries]
+        others = [each for each in self.together if each.outage and not each.outage.by_entries]
         for other in others:
             other.succeeded(1)
             self.voice.repeats.over(other.name)
@@ -2887,19 +3021,19 @@ class Delivery(Job):
 
     def begin_outage(self, verdict: Verdict, of_all: bool = False) -> None:
         """Of this endpoint alone, or of everything. What was under way changes no pause."""
-        health, now, jitter = self.health, time.monotonic(), random.random()
-        if now < health.quiet_until:
+        now, jitter = time.monotonic(), random.random()
+        if now < paused_until(self.together):
             return
         verdict = replace(verdict, reason=clean(verdict.reason))  # it may hold all of an answer
-        for endpoint in health.endpoints if of_all else [self.endpoint]:
+        for endpoint in self.together if of_all else [self.endpoint]:
             outage = endpoint.begin_outage(verdict, now, jitter, by_entries=not of_all)
-            if of_all and verdict.code == "RATE_LIMITED":
-                health.quiet_until = max(health.quiet_until, outage.due)
             refused = of_all and verdict.code in ("BAD_RESPONSE", "FRONTEND_5XX")
             if refused and self.agent.once and outage.tries == 1:  # perhaps only for being empty,
                 outage.due = now  # and it does not live to see the next try
             if endpoint is self.endpoint:  # told when it begins, and when its reason is another
-                name, key = endpoint.name, f"{verdict.code} {verdict.status}"
+                # Where there is no status, the words: expired, of an unknown CA, refused.
+                name, words = endpoint.name, re.sub(r"\d+", "", verdict.reason)
+                key = f"{verdict.code} {verdict.status or words}"
                 words = f"{verdict.reason} (next try in {outage.due - now:.0f} s)"
                 text = f"{name}: outage, nothing is lost: {words}"
                 more = {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
@@ -2935,10 +3069,6 @@ class Delivery(Job):
         if len(seqs) == 1 and down is not verdict:
             self.failed(seqs[0], verdict, charge and down is None and not probing)
 
-    def pause(self) -> Steps[None]:
-        while (until := self.agent.health.quiet_until) > time.monotonic():
-            yield Wait(until)
-
     def failed(self, seq: int, verdict: Verdict, charge: bool = True) -> None:
         """One entry, alone, did not get through: it is given up, or waits with the reason."""
         unreadable = verdict.code in ("ROW_CORRUPT", "ENTRY_UNREADABLE", "SESSION_LOST")
@@ -2973,13 +3103,13 @@ class Delivery(Job):
                 fate = Fate.DEAD
         return Verdict(fate, "ENTRY_UNREADABLE", f"PostgreSQL cannot write it out: {error}")
 
-    def next_retry(self, files: bool) -> tuple[int, float]:
+    def next_retry(self) -> tuple[int, float]:
         """The one that is due first, and when; 0: none, or none before that time. In an outage, and
         in `once`, retries may take all the time there is."""
         now, endpoint = time.monotonic(), self.endpoint
         if now < endpoint.retry_at and not (endpoint.outage or self.agent.once):
             return 0, endpoint.retry_at
-        params = {"files": files, "before": self.store.before}
+        params = {"way": endpoint.way, "before": self.store.before}
         row = self.store.first(NEXT_RETRY, **params) if self.store.rows else None
         seq, left = row or (0, float("inf"))
         return seq, now + (left if left > 0.01 else 0.0)
@@ -3030,7 +3160,7 @@ class Entries(Delivery):
             interval = max(said, 0.1) if 0 < said <= 86400 else agent.config.poll_interval_sec
             until = time.monotonic() + min(interval, 30.0)
             outage = self.endpoint.outage
-            due = outage.due if outage else self.next_retry(files=False)[1]
+            due = outage.due if outage else self.next_retry()[1]
             yield Wait(until if self.blind else min(until, due))
 
     def _pass(self) -> Steps[None]:
@@ -3064,7 +3194,7 @@ class Entries(Delivery):
         if not self.careful:
             return self._read(partial(self._fetch_in_order, after, until, self.endpoint.size))
         self.careful -= 1
-        seq = self.store.value(NEXT_ID, after=after, until=until, files=False)
+        seq = self.store.value(NEXT_ID, after=after, until=until)
         if not seq:
             return Batch([], 0, b"", "")
         batch = self._read(partial(self._fetch_in_order, seq - 1, seq, 1), seq)
@@ -3128,7 +3258,7 @@ class Entries(Delivery):
     def _send(self, batch: Batch, most: float) -> Steps[Verdict]:
         """One request; what was confirmed is recorded before anything else happens."""
         agent, voice, seqs = self.agent, self.voice, batch.seqs
-        done, since = voice.tally.entries, time.monotonic() - voice.tally.started
+        done, since = voice.sent, time.monotonic() - voice.began
         voice.inflight = len(seqs)
         if self.endpoint.outage is None:
             voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
@@ -3140,13 +3270,12 @@ class Entries(Delivery):
         if len(rejected) == len(seqs) == 1:  # as any other rejection
             return Verdict(Fate.REJECTED, "REJECTED", rejected[seqs[0]], verdict.status)
         if verdict.fate is Fate.SENT:
-            outcome = "conflict_processed" if verdict.code else "sent"
             stored = [seq for seq in seqs if seq not in rejected]
-            receipt = Receipt("entries", len(batch.body), batch.key, batch.key, answer, outcome)
+            receipt = Receipt("entries", len(batch.body), batch.key, batch.key, answer)
             agent.store.record(stored, partial(self.store.confirm, stored, receipt))
             if stored:
                 self.succeeded(len(seqs))
-            voice.tally.entries += len(stored)
+            voice.sent += len(stored)
             ends = f"seq {seqs[0]}" if len(seqs) == 1 else f"seq {seqs[0]} to {seqs[-1]}"
             took = f"in {answer.duration * 1000:.0f} ms"
             text = f"sent {count(len(stored), 'entry', 'entries')}, {ends}, {took}"
@@ -3163,7 +3292,7 @@ class Entries(Delivery):
         return (yield from self._deliver(batch)) if batch and batch.seqs else None
 
     def _retry(self) -> Steps[None]:
-        seq, due = (0, 0.0) if self._stopped() else self.next_retry(files=False)
+        seq, due = (0, 0.0) if self._stopped() else self.next_retry()
         began = time.monotonic()
         if not seq or due > began:
             return
@@ -3181,7 +3310,7 @@ class Entries(Delivery):
             return
         self.endpoint.seen = newest
         try:
-            seq = self.store.value(NEWEST_FREE) or self.next_retry(files=False)[0]
+            seq = self.store.value(NEWEST_FREE) or self.next_retry()[0]
         except psycopg.Error as error:  # one of them cannot be read
             self.why_unreadable(0, error)
             seq = 0
@@ -3189,35 +3318,32 @@ class Entries(Delivery):
         if verdict is None:  # nothing was asked: another one soon
             outage.due = max(outage.due, time.monotonic() + 1.0)
             return
-        if verdict.fate is not Fate.SENT:
-            return
-        self.wake()
-        if outage.by_entries or health.alive_until == float("inf"):
+        if verdict.fate is not Fate.SENT or outage.by_entries or health.alive_until == float("inf"):
             return
         down = yield from self.ask()  # an entry got through: is the empty request refused still?
-        if down and down.fate is not Fate.OUTAGE and down.code != "RATE_LIMITED":  # full for now
+        if down and down.retry_after:
+            self.begin_outage(down, of_all=True)  # it asks for another pause
+        elif down and down.fate is not Fate.OUTAGE and down.code != "RATE_LIMITED":  # full for now
             health.alive_until = float("inf")
             text = "the frontend takes entries, but no empty request: it is not asked so any more"
             say(logging.INFO, "empty_request_refused", text)
 
 
 # ==================================================================================================
-# Files
-# Find, ready, stream, confirm, record. (Recordings that were uploaded are deleted further below.)
+# One at a time
+# What files, and entries that go elsewhere, have in common.
 # ==================================================================================================
 
 
-class Files(Delivery):
-    """Uploads the recordings, one after the other, in turns with all other jobs."""
+class Single(Delivery):
+    """Sends the entries of a type, one after the other, in turns with all other jobs."""
 
-    def __init__(self, agent: Agent) -> None:
-        super().__init__(agent, agent.health.files)
-        self.reached = 0  # the last id of the last completed pass of the entries
+    reached = 1 << 62  # the last id that may go
 
     def turns(self) -> Steps[None]:
         while True:
             outage = self.endpoint.outage
-            due = max(outage.due if outage else 0.0, self.health.quiet_until)
+            due = max(outage.due if outage else 0.0, paused_until(self.together))
             if due <= time.monotonic():
                 seq, due = self._next()
                 if seq:
@@ -3229,36 +3355,129 @@ class Files(Delivery):
     def _next(self) -> tuple[int, float]:
         """The retry that is due, else the next one without a row (in an outage first that one: it
         has not failed). Else 0, and when there is something to do."""
-        seq, due = self.next_retry(files=True)
+        seq, due = self.next_retry()
         now = time.monotonic()
         if self.reached and (due > now or self.endpoint.outage):
-            new = self.store.value(NEXT_ID, after=0, until=self.reached, files=True)
+            way = self.endpoint.way
+            new = self.store.value(NEXT_ID, after=0, until=self.reached, way=way)
             if new:
                 return new, now
         return (seq, now) if due <= now else (0, due)
 
     def _deliver(self, seq: int) -> Steps[None]:
-        began, entry, verdict = time.monotonic(), None, None
+        began, tries, verdict = time.monotonic(), 0, None
         try:
             entry = self._read(seq)
             if entry is None:
                 return
-            verdict = yield from self._upload(entry)
+            if entry.waits_for is not None:  # an earlier entry
+                self._hold_back(seq, entry.waits_for)
+                return
+            tries = entry.tries
+            verdict = yield from self._send(entry)
         except (Stopping, Lost, Unavailable):
             raise
         except Exception as error:
-            self._not_sent(seq, error, entry is not None and entry.uploaded)
-        finally:
-            if self.store.travelling:  # what waited for its end goes on
-                self.store.travelling = None
-                self.agent.entries.blind = False
-                self.agent.entries.wake()
-        if verdict is not None:
-            if verdict.fate is Fate.SENT:
-                return
+            self._not_sent(seq, error)
+        if verdict is not None and verdict.fate is not Fate.SENT:
             yield from self.conclude([seq], verdict)
-        if entry is not None and entry.tries:
+        if tries and (verdict is None or verdict.fate is not Fate.SENT):
             self.endpoint.retried(time.monotonic(), time.monotonic() - began)
+
+    def _read(self, seq: int) -> Any:
+        raise NotImplementedError
+
+    def _send(self, entry: Any) -> Steps[Verdict]:
+        raise NotImplementedError
+
+    def _hold_back(self, seq: int, waits_for: int) -> None:
+        past = self.store.past(seq)
+        if past is not None:
+            verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {waits_for}")
+            step = Step(False, past.tries, past.attempts, 0.0)
+            self.store.set_waiting(seq, past, verdict, step, False, waits_for)
+
+    def _not_sent(self, seq: int, error: Exception) -> None:
+        """The reason lies here."""
+        if isinstance(error, EntryTrouble):
+            verdict = error.verdict
+        elif isinstance(error, psycopg.Error):
+            verdict = self.why_unreadable(seq, error)
+        else:
+            log.exception("a bug: entry %s cannot be handled", seq)
+            reason = "an error of serversync's own: see the journal"
+            verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
+        if verdict.code == "ROOT_MISSING":
+            self.begin_outage(verdict)
+        else:
+            self.failed(seq, verdict)
+
+
+class Route(Single):
+    """Entries of a type that go elsewhere: the payload itself is the body, and there is nobody to
+    ask whether it is the receiver. (One whose route is gone finds nothing.)"""
+
+    def __init__(self, agent: Agent, entity_type: str) -> None:
+        endpoint = Endpoint(f"route {entity_type}", 1, FILES_IN_ROW, way=entity_type)
+        super().__init__(agent, endpoint)
+        self.together = [endpoint]
+        agent.health.endpoints.append(endpoint)
+        self.config: Config | None = None
+
+    def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
+        yield AT_ONCE
+        return None
+
+    def begin_outage(self, verdict: Verdict, of_all: bool = True) -> None:
+        super().begin_outage(verdict, of_all=True)  # a pause that was asked for is one of all
+
+    def _read(self, seq: int) -> Order | None:
+        row = self.store.first(READ_ORDER, seq=seq, most=self.agent.config.entry_max_bytes)
+        return Order(*row) if row else None
+
+    def _send(self, order: Order) -> Steps[Verdict]:
+        config, receiver = self.agent.config, self.endpoint.name
+        if order.payload is None:
+            raise EntryTrouble(Fate.DEAD, "TOO_LARGE", "larger than SYNC_ENTRY_MAX_BYTES")
+        if config is not self.config:
+            self.config = config
+            self.wire = Wire(config, self.agent.process, to=self.endpoint.way)
+        body = order.payload.encode()
+        own = hashlib.sha256(f"{order.seq} {order.entity_id} ".encode() + body).hexdigest()
+        key = header_text(order.key) if order.key else own
+        most = 2 * config.timeout_sec + len(body) / LEAST_RATE
+        if self.endpoint.outage is None:
+            self.voice.busy(f"sending entry {order.seq} by {receiver}")
+        answer = yield from self.wire.post("", body, key, most)
+        verdict = confirm_order(answer, key, order.key or key, now=time.time())
+        if verdict.fate is not Fate.SENT:
+            return replace(verdict, reason=verdict.reason.replace("the frontend", receiver, 1))
+        digest = hashlib.sha256(body).hexdigest()
+        receipt = Receipt("entries", len(body), key, digest, answer)
+        self.store.record([order.seq], partial(self.store.confirm, [order.seq], receipt))
+        if order.tries:
+            self.store.run(SWEEP)  # what waited for it is free
+        self.succeeded(1)
+        self.voice.sent += 1
+        text = f"sent entry {order.seq} by {receiver} in {answer.duration * 1000:.0f} ms"
+        more = {"SEQ": order.seq, "ENTITY_TYPE": self.endpoint.way}
+        say_sent("entries_sent", text, answer, key, **more)
+        return verdict
+
+
+# ==================================================================================================
+# Files
+# Find, ready, stream, confirm, record. (Recordings that were uploaded are deleted further below.)
+# ==================================================================================================
+
+
+class Files(Single):
+    """Uploads the recordings."""
+
+    reached = 0  # the last id of the last completed pass of the entries
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent, agent.health.files)
 
     def _read(self, seq: int) -> FileEntry | None:
         """What is known of it; None: it is gone, or waits for an entry."""
@@ -3267,39 +3486,32 @@ class Files(Delivery):
             self.store.run(SWEEP)  # somebody took it away: its row must not come up again
             return None
         entry = FileEntry(*row)
-        if entry.waits_for is not None:  # its recording's entry, its call's, or an earlier file
-            past = self.store.past(seq)
-            if past is not None:
-                verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {entry.waits_for}")
-                step = Step(False, past.tries, past.attempts, 0.0)
-                self.store.set_waiting(seq, past, verdict, step, False, entry.waits_for)
-            return None
-        if entry.early:
+        if entry.early and entry.waits_for is None:
             self.reached = seq - 1
             self.agent.entries.wake()
             return None
         return entry
 
-    def _not_sent(self, seq: int, error: Exception, uploaded: bool) -> None:
-        """The reason lies here."""
-        if uploaded and isinstance(error.__cause__, FileNotFoundError):  # we removed it
-            receipt = Receipt("none", 0, "", None, Answer(), "already_uploaded")
-            self.store.record([seq], partial(self.store.confirm, [seq], receipt))
-            text = f"recording {seq} was uploaded before"
-            say_sent("file_already_uploaded", text, receipt.answer, None, SEQ=seq)
-            return
-        if isinstance(error, EntryTrouble):
-            verdict = error.verdict
-        elif isinstance(error, psycopg.Error):
-            verdict = self.why_unreadable(seq, error)
-        else:
-            log.exception("a bug: recording %s cannot be handled", seq)
-            reason = "an error of serversync's own: see the journal"
-            verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
-        if verdict.code == "ROOT_MISSING":
-            self.begin_outage(verdict)
-        else:
-            self.failed(seq, verdict)
+    def _send(self, entry: FileEntry) -> Steps[Verdict]:
+        try:
+            return (yield from self._upload(entry))
+        except EntryTrouble as error:
+            if not (entry.uploaded and isinstance(error.__cause__, FileNotFoundError)):
+                raise
+            return self._sent_before(entry.seq)
+        finally:
+            if self.store.travelling:  # what waited for its end goes on
+                self.store.travelling = None
+                self.agent.entries.blind = False
+                self.agent.entries.wake()
+
+    def _sent_before(self, seq: int) -> Verdict:
+        """We removed it."""
+        receipt = Receipt("none", 0, "", None, Answer())
+        self.store.record([seq], partial(self.store.confirm, [seq], receipt))
+        text = f"recording {seq} was uploaded before"
+        say_sent("file_already_uploaded", text, receipt.answer, None, SEQ=seq)
+        return Verdict(Fate.SENT, "", "uploaded before")
 
     def _upload(self, entry: FileEntry) -> Steps[Verdict]:
         """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
@@ -3318,7 +3530,7 @@ class Files(Delivery):
             self.store.travelling = entry
             while agent.entries.under_way:  # it may hold what this would be written over by
                 yield Wait(time.monotonic() + 0.2)
-            yield from self.pause()
+            yield from self.health.pause()
             verdict, url, answer = yield from self._transfer(entry, ready)
             if verdict.fate is Fate.SENT:
                 try:
@@ -3326,7 +3538,7 @@ class Files(Delivery):
                 except OSError:
                     reason = "the file changed while it was sent"
                     raise EntryTrouble(Fate.WAITS, "FILE_CHANGED", reason) from None
-                self._confirmed(entry, ready, verdict, url, answer)
+                self._confirmed(entry, ready, url, answer)
             return verdict
 
     def _transfer(self, entry: FileEntry, ready: Ready) -> Steps[tuple[Verdict, str, Answer]]:
@@ -3364,15 +3576,13 @@ class Files(Delivery):
     def _stored(self, frontend: Frontend, entry: FileEntry, ready: Ready) -> Steps[Verdict]:
         """What HEAD says of the upload. Whether that can be trusted shows the first one: a page
         that has a length for what was never uploaded tells nothing."""
-        yield from self.pause()
+        yield from self.health.pause()
         for _ in range(3):  # an answer that tells nothing is asked for again
             look = yield from frontend.stored_length(entry.call_log_id, entry.recording_id)
             told = look.status == 200 and look.headers.get("content-length", "").isdigit()
             if told or look.status == 404:
                 break
-            until = time.monotonic() + 1.0
-            while time.monotonic() < until:  # whoever wakes this job
-                yield Wait(until)
+            yield from self.health.pause(1.0)
         if frontend.trusted is None:
             nobody = str(uuid.uuid4())
             other = yield from frontend.stored_length(nobody, nobody)
@@ -3399,13 +3609,10 @@ class Files(Delivery):
             yield AT_ONCE
         return str(claimed).lower() == digest.hexdigest()
 
-    def _confirmed(
-        self, entry: FileEntry, ready: Ready, verdict: Verdict, url: str, answer: Answer
-    ) -> None:
-        outcome = "conflict_processed" if verdict.code else "sent"
+    def _confirmed(self, entry: FileEntry, ready: Ready, url: str, answer: Answer) -> None:
         receipt = Receipt(
-            "file", ready.size, ready.key, None, answer, outcome, entry.call_log_id,
-            entry.recording_id, url, ready.directory, json.dumps(ready.files),
+            "file", ready.size, ready.key, None, answer, entry.call_log_id, entry.recording_id, url,
+            ready.directory, json.dumps(ready.files),
         )  # fmt: skip
 
         def write() -> None:
@@ -3414,8 +3621,6 @@ class Files(Delivery):
 
         self.store.record([entry.seq], write, entry)
         self.succeeded(1)
-        self.voice.tally.files += 1
-        self.voice.tally.bytes += ready.size
         text = f"uploaded recording {entry.seq} ({human(ready.size)}) in {answer.duration:.1f} s"
         more = {"SEQ": entry.seq, "ENTITY_TYPE": "recording_file", "CALL_ID": ready.directory}
         say_sent("file_uploaded", text, answer, ready.key, **more)
@@ -3472,12 +3677,12 @@ class Deletions(Job):
             except (OSError, psycopg.Error, KeyError, TypeError) as met:  # deliveries go on
                 why = clean(f"{where}: {getattr(met, 'strerror', None) or repr(met)}")
                 self.store.run(DELETION_FAILED, seq=seq, directory=where, error=why)
+                self.store.changed = True
                 text = f"uploaded recording {seq} cannot be deleted, tried again later: {why}"
                 topic, about = f"deletion {seq}", {"SEQ": seq, "CALL_ID": where}
                 self.repeats.say(topic, why, logging.WARNING, "deletion_failed", text, **about)
                 return backoff(upload.tries + 1, 1.0)
         self.store.run(FORGET_UPLOAD, seq=seq, directory=where)
-        agent.voice.tally.removed += 1
         self.repeats.over(f"deletion {seq}")
         return float("inf")
 
@@ -3512,8 +3717,9 @@ class Housekeeping(Job):
 
     def _prune(self, days: float) -> bool:
         """A chunk of them, where there is one; an unprocessed row never, however old."""
+        keep = list(self.agent.config.retention_keep)
         try:
-            pruned = self.agent.store.run(PRUNE, days=days)[0]
+            pruned = self.agent.store.run(PRUNE, days=days, keep=keep)[0]
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
             self.agent.voice.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
@@ -3522,6 +3728,122 @@ class Housekeeping(Job):
             text = "pruned {} old rows of the outbox, {} receipts and {} letters"
             say(logging.INFO, "pruned", text.format(*pruned))
         return any(pruned)
+
+
+# ==================================================================================================
+# Incoming calls
+# A line of the backend's queue file each, for a pop-up: worth something for seconds.
+# ==================================================================================================
+
+CALL_CAP: Final = 4.0  # seconds between two tries
+LINE_MAX, LINES_MAX = 64 * 1024, 500  # so many are read at once
+LATE_SEC: Final = 2.0  # so long after its end, who opened the file before it was renamed may write
+
+
+class Calls(Job):
+    """Announces them in order. A kill repeats one at most: how far the file is read is in the
+    database. (`once` lives too short for it.)"""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.agent, self.store, self.repeats = agent, agent.store, agent.voice.repeats
+        self.trouble: list[tuple[str, str]] = []
+
+    def told(self) -> list[tuple[str, str]]:
+        return self.trouble
+
+    def step(self, now: float, ready: Container[int]) -> bool:
+        """A look in vain, once a second, is none that anybody else hears of."""
+        before = self.trouble
+        return super().step(now, ready) and (self.under_way or self.trouble != before)
+
+    def turns(self) -> Steps[None]:
+        while True:
+            path, wait = self.agent.config.notification_queue_file, 1.0
+            try:
+                if not path or self.agent.once:
+                    self.trouble, wait = [], float("inf")
+                else:
+                    self._take(path, f"{path}.processing")
+                    yield from self._read(f"{path}.processing")
+                    wait = 0.0
+            except FileNotFoundError:  # nothing to read
+                self.trouble = []
+            except OSError as error:
+                self._failed("person", f"{error.filename or path}: {error.strerror}")
+            yield Wait(time.monotonic() + wait)
+
+    def _failed(self, state: str, why: str, key: str = "") -> None:
+        text = clean(f"incoming calls are not announced: {why}")
+        self.trouble = [(state, text)]
+        self.repeats.say("calls", key, logging.WARNING, "calls_failed", text)
+
+    def _take(self, path: str, taken: str) -> None:
+        """The backend begins another file."""
+        if not os.path.lexists(taken):  # else since before a kill
+            os.lstat(path)
+            self.store.run(CALLS_READ, offset=0, counts="{}")  # before: a kill may follow
+            os.rename(path, taken)
+
+    def _read(self, path: str) -> Steps[None]:
+        """All of it, and what comes late; then it goes."""
+        at, ended, counts = self.store.value(CALLS_OFFSET) or 0, False, Counter[str]()
+        with open(open_plain(None, path), "rb") as file:
+            while True:
+                file.seek(at)
+                line = file.readline(LINE_MAX)
+                if not (line.endswith(b"\n") or len(line) == LINE_MAX or ended):
+                    ended = True
+                    yield from self.agent.health.pause(LATE_SEC)
+                    continue
+                if not line:
+                    break
+                ended, outcome = False, (yield from self._announce(line))
+                at += len(line)
+                counts[outcome] += 1
+                if outcome == "sent" or counts.total() >= LINES_MAX:
+                    self._note(at, counts)
+                    yield AT_ONCE
+        self._note(at, counts)
+        os.unlink(path)
+        self._note(0, counts)
+
+    def _note(self, at: int, counts: Counter[str]) -> None:
+        note = partial(self.store.run, CALLS_READ, offset=at, counts=json.dumps(counts))
+        self.store.record([], note)
+        del counts["sent"]
+        if counts:
+            text = "incoming calls are not announced any more: "
+            text += ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+            self.repeats.say("dropped", "", logging.WARNING, "calls_dropped", text)
+        counts.clear()
+
+    def _announce(self, line: bytes) -> Steps[str]:
+        """What becomes of a line: sent, or nobody needs it."""
+        try:
+            call = json.loads(line)
+            key = header_text(call["call_id"])
+            came_in = datetime.fromisoformat(call["receivedAt"]).timestamp()
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return "bad"
+        began, tries, pause = time.monotonic(), 0, 0.0
+        while True:
+            yield from self.agent.health.pause(pause)
+            # By a clock that was stepped back it came in tomorrow: not tried until then.
+            age = max(time.time() - came_in, time.monotonic() - began)
+            if age > self.agent.config.notify_max_age_sec:
+                return "stale"
+            wire = self.agent.frontend.calls
+            answer = yield from wire.post("/api/ingest/incoming-call", line.strip(), key, CALL_SEC)
+            if _has_it(answer, key):
+                say_sent("call_announced", "announced an incoming call", answer, key)
+                return "sent"
+            verdict = classify(answer, time.time())
+            self._failed("waiting", verdict.reason, verdict.code)
+            if 400 <= (answer.status or 0) < 500 and answer.status not in (408, 429):
+                return "refused"
+            tries += 1
+            pause = backoff(tries, 1.0, verdict.retry_after or 0.0, CALL_CAP)
 
 
 # ==================================================================================================
@@ -3546,6 +3868,7 @@ TROUBLES: Final = (
     (Unavailable, logging.WARNING, "database_outage", "{error}"),
     (psycopg.errors.LockNotAvailable, logging.WARNING, "database_locked",
      "somebody has locked a table of the database: nothing is sent until that ends"),
+    (psycopg.Error, logging.ERROR, "cycle_failed", "the database refuses, tried again: {error}"),
     (Exception, logging.ERROR, "cycle_failed", "a cycle failed, and is tried again: {error!r}"),
 )  # fmt: skip
 
@@ -3554,7 +3877,7 @@ class Agent:
     """Holds the lock, and gives every job its turn."""
 
     def __init__(
-        self, config: Config, process: Process, show: Callable[..., None], once: bool,
+        self, config: Config, process: Process, show: Callable[..., str], once: bool,
         more: Sequence[Callable[[Agent], Job]] = (),
     ) -> None:  # fmt: skip
         self.config, self.process, self.once = config, process, once
@@ -3567,19 +3890,31 @@ class Agent:
         self.entries, self.files = Entries(self), Files(self)
         self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
         jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
-        self.jobs: list[Job] = [*jobs, self.housekeeping]
+        self.jobs: list[Job] = [Calls(self), *jobs, self.housekeeping]
         self.voice.jobs = self.jobs
+        self.use_routes()
         self.failures = 0  # of the loop, in a row, until all is at rest
 
     def look(self) -> Look:
         """What there is to do; wakes whom that concerns."""
-        look = Look(*self.store.run(LOOK)[0])
-        self.voice.done = IDLE  # unless there is more to say
+        look = Look(*(self.store.first(LOOK) or ()))
         self.store.rows = look.waiting
         if look.lacking and not self.housekeeping.lacking:
             self.housekeeping.wake()
         self.housekeeping.lacking = look.lacking
+        self.wake(Route)
         return look
+
+    def use_routes(self) -> None:
+        """A job for each type that goes elsewhere."""
+        known = {job.endpoint.way for job in self.jobs if isinstance(job, Route)}
+        self.store.apart = ["recording_file", *self.config.routes]
+        self.jobs += [Route(self, route) for route in self.config.routes if route not in known]
+
+    def wake(self, kind: type[Job] = Job) -> None:
+        for job in self.jobs:
+            if isinstance(job, kind):
+                job.wake()
 
     def passed(self, until: int) -> None:
         """A pass of the entries is complete: recordings up to this id may go."""
@@ -3597,23 +3932,28 @@ class Agent:
         for what somebody else has locked, too, but not for ever."""
         ready: set[int] = set()
         resume_at, give_up_at = 0.0, float("inf")
+        stirred = True  # a job had something to do since the last rest
         while True:
             try:
                 self.process.check()
                 if self.process.reload:
                     self.reload()
-                    resume_at = 0.0
+                    resume_at, stirred = 0.0, True
                 if time.monotonic() >= resume_at:
                     self.hold()
-                    self.turn(ready)
+                    stirred |= self.turn(ready)
                     now = time.monotonic()
                     waits = self.once and self.store.settle_at < float("inf")
                     give_up_at = min(give_up_at, now + LOCK_PATIENCE) if waits else float("inf")
                     if self.idle() or now > give_up_at:
                         self.failures = 0
-                        self.voice.rest()
+                        if stirred or self.store.changed:
+                            self.voice.rest(self.store.changed or self.store.rows)
+                        stirred = self.store.changed = False
                         if self.once:
                             return
+                        if self.session.news():  # it came with the answer to that
+                            self.entries.wake()
                 ready = self.rest(resume_at)
             except Exception as error:
                 enough = self.once and (self.failures >= 5 or not isinstance(error, Lost))
@@ -3643,8 +3983,7 @@ class Agent:
             for job in self.jobs:
                 job.close()
         self.files.reached, self.store.rows = 0, True
-        for job in self.jobs:
-            job.wake()
+        self.wake()
         if self.once:
             self.store.before = self.store.before or self.session.run("select now()")[0][0]
         elif self.health.untried:
@@ -3654,23 +3993,28 @@ class Agent:
         if any(over):
             say(logging.INFO, "recovered", "the database is there, and the lock is ours")
 
-    def turn(self, ready: Container[int] = ()) -> None:
-        """Every job has its turn; what was confirmed is written down before anything else."""
+    def turn(self, ready: Container[int] = ()) -> bool:
+        """Every job has its turn; what was confirmed is written down before anything else. Whether
+        one had something to do."""
+        stirred = False
         for job in self.jobs:
             self.process.check()
             self.store.settle()
             if self.store.stuck:
                 break
             try:
-                job.step(time.monotonic(), ready)
+                stirred |= job.step(time.monotonic(), ready)
             except Exception as error:
                 if self.once or isinstance(error, (Stopping, Lost, ConfigError)):
                     raise
                 self._met(error)
+                stirred = True
                 job.failures += 1  # by an error of its own: the other jobs go on
                 job.wait = Wait(time.monotonic() + backoff(min(job.failures, 5), 1.0))
         if self.session.news():  # last: what came with a statement's answer wakes no poll
             self.entries.wake()
+            self.wake(Route)
+        return stirred
 
     def idle(self) -> bool:
         now = time.monotonic()
@@ -3701,9 +4045,9 @@ class Agent:
     def _met(self, error: Exception) -> None:
         """What went wrong is said, once a minute."""
         _, level, event, text = next(row for row in TROUBLES if isinstance(error, row[0]))
-        text, bug = text.format(error=error), event == "cycle_failed"
+        text, bug = clean(text.format(error=error)), "error!r" in text
         self.voice.repeats.say(event, text, level, event, text, exc_info=bug)
-        self.voice.report(text)
+        self.voice.report(("waiting" if event == "standby" else "outage", text))
         if getattr(error.__cause__ or error, "sqlstate", None) in ("3F000", "42P01", "42883"):
             self.session.close()  # our schema is gone (a restore?): made anew with the lock
 
@@ -3713,8 +4057,10 @@ class Agent:
         daemon.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             self._use(self.reread())
+            self.voice.mistake = ""
             say(logging.INFO, "reloaded", "the configuration was read again")
         except ConfigError as error:
+            self.voice.mistake = error.problems[0]
             for problem in error.problems:
                 say(logging.ERROR, "bad_configuration", f"the old configuration stays: {problem}")
         finally:
@@ -3731,13 +4077,14 @@ class Agent:
         self.frontend, self.config = frontend, config
         self.recordings = Recordings(config.recordings_dir)
         self.health.entries.most = config.batch_size
+        self.use_routes()
         self.try_now()
         for job in self.jobs:
             job.reload()
 
     def try_now(self) -> None:
         """Every outage and pause ends, and what waits for its time is due."""
-        self.health.alive_until = self.health.quiet_until = 0.0
+        self.health.alive_until = 0.0
         for endpoint in self.health.endpoints:
             endpoint.forget()
             self.voice.repeats.over(endpoint.name)
@@ -3749,6 +4096,8 @@ class Agent:
         """`run`: until a signal asks for the end."""
         daemon.notify("READY=1")
         say(logging.INFO, "started", f"serversync {__version__} started")
+        if names := ", ".join(self.config.not_used):
+            say(logging.INFO, "not_used", f"{names}: not used by serversync (see SYNC_LOG_LEVEL)")
         with contextlib.suppress(Stopping):
             self._loop()
         self._finish()
@@ -3762,7 +4111,7 @@ class Agent:
     def _finish(self) -> None:
         """What is under way may still end by itself, for a moment."""
         until = time.monotonic() + STOP_GRACE
-        busy: list[Job] = [self.entries, self.files]
+        busy = [job for job in self.jobs if isinstance(job, (Calls, Delivery))]
         with contextlib.suppress(Lost, Unavailable, Stopping, psycopg.Error):
             while (busy := [job for job in busy if job.under_way]) and time.monotonic() < until:
                 due = min(until, *(job.wait.until for job in busy))
@@ -3774,7 +4123,7 @@ class Agent:
         """`once`: delivers what is due, and says by its exit code how that went."""
         try:
             self._loop()
-            look = self.look()
+            pending = self.store.value(LAST)
         except Busy:
             say(logging.WARNING, "busy", "another agent holds the lock: try later")
             return EX_TEMPFAIL
@@ -3793,7 +4142,7 @@ class Agent:
             return EX_UNAVAILABLE
         if self.voice.deaths:
             return EX_PERSON
-        return EX_TEMPFAIL if look.entries or look.files else EX_OK
+        return EX_TEMPFAIL if pending else EX_OK
 
     def close(self) -> None:
         for job in self.jobs:
@@ -3808,8 +4157,8 @@ class Agent:
 
 # ==================================================================================================
 # Settings pull: what the answers mean
-# From the frontend to the backend. Pure: four answers are checked item by item and become rows;
-# what cannot become one is skipped, with the reason.
+# Pure: four answers are checked item by item and become rows. What cannot become one is said, and
+# what is stored of it stays as it is.
 # ==================================================================================================
 
 
@@ -3822,69 +4171,38 @@ class NotNow(Exception):
 
 
 class BadItem(Exception):
-    """One item cannot become a row; says why."""
+    """One item cannot become a row, or one audio file not be stored; says why."""
 
 
-@dataclass(frozen=True)
-class Remark:
-    """What is said of one item: it was skipped, or mended."""
-
-    item: str
-    reason: str
-    skipped: bool = True
-
-
-@dataclass
-class Section:
-    """One of the four, as it will stand in the backend's tables."""
-
-    name: str
-    counts: dict[str, int]  # what was found good, by its word: the first is the section's items
-    tables: dict[str, Any]  # rows as JSON, by their table
-    remarks: list[Remark]
-
-    @property
-    def digest(self) -> str:
-        text = json.dumps(self.tables, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-SETTINGS_MAX: Final = 2 * 1024 * 1024  # parsed it takes many times that, and the unit has 128 MB
-# Each section's address, and the list that its answer must have.
-SOURCES: Final = {
-    "number-groups": ("/api/number-groups", "callerGroups"),
-    "call-actions": ("/api/call-actions", "rules"),
-    "announcements": ("/api/announcements", "announcements"),
-    "ivr-flows": ("/api/ivr-flows/export", "flows"),
-}
+Kind = Callable[[Any], Any]  # of a field: the value as it is stored, or BadItem
+Fields = Mapping[str, tuple[str, Kind, Any]]  # column: key, kind, what stands there without the key
+Row = dict[str, Any]
 Sounds = Mapping[str, tuple[str | None, str | None]]  # announcement: its audio's URL, its text
-_UUID: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
-ANNOUNCEMENT_TYPES: Final = ("greeting", "hold", "ivr", "closed", "recording_notice", "custom")
-AUDIO_URL: Final = "/audio/announcements/"
-ACTIONS: Final = {  # where the answer has none
-    "anonymousAction": {"actionType": "deny", "actionConfig": {"actionCode": "BZ"}},
-    "defaultAction": {"actionType": "allow", "actionConfig": {"actionCode": "VR"}},
-}
-# Whose audio the exit of a route plays: by its action.
-EXIT_SOUND: Final = {
-    "AN": "announcementId",
-    "VM": "announcementId",
-    "VB": "welcomeAnnouncementId",
-}
+NEEDED: Final = object()
+SETTINGS_MAX: Final = 2 * 1024 * 1024
+VALUES_MAX: Final = 100_000  # in one answer: parsed, each may take a hundred bytes
+REMARKS_MAX: Final = 100
 HOLD_TIMES, HOLD_SEC = 3, 600.0
+AUDIO_URL: Final = "/audio/announcements/"
+URL_MAX: Final = len(AUDIO_URL) + 255
+TEMPORARY: Final = ".serversync-"  # in the announcements directory: a file that is not complete
+_UUID: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_AUDIO_SAFE: Final = re.compile(
+    AUDIO_URL + rf"(?!\.\.?\Z|{re.escape(TEMPORARY)})[^/%\\?#\x00-\x1f\x7f-\x9f\u2028\u2029]+"
+)
 _UNFIT: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL takes neither
-_WIDE: Final = re.compile("[０-９＋＊＃]")
 _NARROW: Final = str.maketrans("０１２３４５６７８９＋－（）＊＃", "0123456789+-()*#")
-INT4: Final = (1 << 31) - 1
 
 
-def settings_answer(name: str, answer: Answer) -> dict[str, Any]:
-    """What the frontend says of a section; NotNow for anything but the contract's words."""
+def settings_answer(key: str, answer: Answer) -> dict[str, Any]:
+    """What has this list; NotNow for anything but the contract's words."""
     said: Any = None
+    if sum(map(answer.body.count, (b",", b":", b"[", b"{"))) > VALUES_MAX:
+        raise NotNow(classify(replace(answer, detail=f"it has more than {VALUES_MAX} values")))
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(answer.body, parse_constant=int)  # which refuses NaN
-    key = SOURCES[name][1]
+        # int refuses NaN; of a number without end as much as is needed to call it too large.
+        said = json.loads(answer.body, parse_constant=int, parse_int=lambda n: int(n[:400]))
     good = answer.status == 200 and answer.complete and isinstance(said, dict)
     if not good or said.get("ok") is not True:
         raise NotNow(classify(answer, time.time()))
@@ -3906,71 +4224,156 @@ def fit(value: Any) -> Any:
     return value
 
 
-class Item:
-    """An object from outside, field by field; BadItem where one is not as the tables want it."""
+# --- the kinds of fields --------------------------------------------------------------------------
 
-    def __init__(self, value: object) -> None:
-        if not isinstance(value, dict):
-            raise BadItem("it is not an object")
-        self.fields: dict[str, Any] = value
 
-    def text(self, key: str, most: int = 0, needed: bool = False) -> str | None:
-        value = self.fields.get(key)
-        if value is None and not needed:
-            return None
-        if not isinstance(value, str):
-            raise BadItem(f"{key} is {'missing' if value is None else 'not text'}")
-        value = fit(value)
-        if most and len(value) > most:
-            raise BadItem(f"{key} is longer than {most} characters")
-        return str(value)
+def must(good: Kind, words: str, then: Kind = lambda value: value) -> Kind:
+    def kind(value: Any) -> Any:
+        if not good(value):
+            raise BadItem(words)
+        return then(value)
 
-    def uuid(self, key: str, needed: bool = False) -> str | None:
-        value = self.fields.get(key)
-        if value is None and not needed:
-            return None
-        if not isinstance(value, str) or not _UUID.fullmatch(value):
-            raise BadItem(f"{key} is {'missing' if value is None else 'no UUID'}")
-        return value.lower()
+    return kind
 
-    def flag(self, key: str) -> bool:
-        value = self.fields.get(key, True)
-        if not isinstance(value, bool):
-            raise BadItem(f"{key} is neither true nor false")
-        return value
 
-    def number(self, key: str) -> int | float | None:
-        value = self.fields.get(key)
-        if value is not None and (type(value) not in (int, float) or not -INT4 <= value <= INT4):
-            raise BadItem(f"{key} is no number that fits")
-        return value
+def up_to(most: int) -> Kind:
+    return must(lambda text: len(TEXT(text)) <= most, f"is longer than {most} characters")
 
-    def whole(self, key: str) -> int | None:
-        value = self.number(key)
-        if value is not None and value != int(value):
-            raise BadItem(f"{key} is not a whole number ({value})")
-        return None if value is None else int(value)
 
-    def time(self, key: str) -> str | None:
-        value = self.text(key)
-        if value is None:
-            return None
+def rounded(value: float) -> int:
+    """Half away from zero. (The fraction of a float is exact; adding 0.5 to it is not.)"""
+    whole = int(NUMBER(value))
+    return whole + ((value > 0) - (value < 0)) * (abs(value - whole) >= 0.5)
+
+
+def utc(text: Any) -> str:
+    try:
+        at = datetime.fromisoformat(TEXT(text))
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).astimezone(UTC).isoformat()
+    except (ValueError, OverflowError):
+        raise BadItem("is no time") from None
+
+
+def phone_number(text: Any) -> str:
+    """A number as the backend keeps it."""
+    number = re.sub(r"[-()\s]", "", TEXT(text).translate(_NARROW))
+    number = re.sub("^0", "+81", number)
+    if not re.fullmatch(r"\+[1-9][0-9]{1,14}", number):
+        raise BadItem("it is no phone number such as +81312345678 or 03-1234-5678")
+    return number
+
+
+def reference(value: Any) -> str | None:
+    """To an announcement or a flow; it may lead nowhere."""
+    return str(value).lower() or None
+
+
+def pressed(key: str) -> str:
+    """A key of a telephone, as it was meant."""
+    return key.translate(_NARROW).strip()
+
+
+TEXT: Final = must(lambda value: isinstance(value, str), "is not text")
+SCENARIO: Final = must(lambda value: type(value) in (str, int), "is not text")
+AN_ID: Final = must(lambda v: isinstance(v, str) and _UUID.fullmatch(v), "is no UUID", str.lower)
+FLAG: Final = must(lambda value: isinstance(value, bool), "is neither true nor false")
+OBJECT: Final = must(lambda value: isinstance(value, dict), "is not an object")
+LIST: Final = must(lambda value: isinstance(value, list), "is not a list")
+NUMBER: Final = must(  # of an int4, rounded too
+    lambda value: type(value) in (int, float) and abs(value) < 2**31 - 1, "is no number that fits"
+)
+WHOLE: Final = must(lambda value: NUMBER(value) == int(value), "is not a whole number", int)
+ALLOWED: Final = must(lambda value: value in ("allow", "deny"), "is neither allow nor deny")
+CODE: Final = must(lambda text: 1 <= len(TEXT(text)) <= 2, "has not 1 or 2 characters", str.upper)
+KEY: Final = must(lambda k: 1 <= len(pressed(TEXT(k))) <= 5, "has not 1 to 5 characters", pressed)
+# A file in the announcements directory, and nothing that leads elsewhere.
+AUDIO: Final = must(
+    lambda url: not TEXT(url) or (_AUDIO_SAFE.fullmatch(url) and len(url.encode()) <= URL_MAX),
+    f"is not {AUDIO_URL}<name>",
+    lambda url: url or None,
+)
+ANNOUNCEMENT_TYPES: Final = ("greeting", "hold", "ivr", "closed", "recording_notice", "custom")
+
+
+# --- the items, field by field --------------------------------------------------------------------
+
+ACTION: Final[Fields] = {
+    "actionType": ("actionType", ALLOWED, NEEDED),
+    "actionConfig": ("actionConfig", OBJECT, NEEDED),
+}
+ACTIONS: Final = {  # where the answer has none
+    "anonymousAction": {"actionType": "deny", "actionConfig": {"actionCode": "BZ"}},
+    "defaultAction": {"actionType": "allow", "actionConfig": {"actionCode": "VR"}},
+}
+GROUP: Final[Fields] = {
+    "group_name": ("name", up_to(255), NEEDED),
+    "numbers": ("phoneNumbers", LIST, NEEDED),
+}
+RULE: Final[Fields] = {
+    "name": ("name", up_to(255), NEEDED),
+    "caller_group_id": ("callerGroupId", AN_ID, None),
+    "action_type": ACTION["actionType"],
+    "action_config": ACTION["actionConfig"],
+    "is_active": ("isActive", FLAG, True),
+}
+ANNOUNCEMENT: Final[Fields] = {
+    "name": ("name", up_to(100), NEEDED),
+    "description": ("description", TEXT, None),
+    "announcement_type": (
+        "announcementType", lambda t: t if t in ANNOUNCEMENT_TYPES else "custom", "custom"
+    ),
+    "is_active": ("isActive", FLAG, True),
+    "audio_file_url": ("audioFileUrl", AUDIO, None),
+    "tts_text": ("ttsText", lambda text: TEXT(text) or None, None),
+    "duration_sec": ("durationSec", rounded, None),
+    "language": ("language", lambda name: up_to(10)(name) or "ja", "ja"),
+    "updated_at": ("updatedAt", utc, None),
+}  # fmt: skip
+FLOW: Final[Fields] = {
+    "name": ("name", up_to(100), NEEDED),
+    "description": ("description", TEXT, None),
+    "is_active": ("isActive", FLAG, True),
+}
+MENU: Final[Fields] = {  # the same object: what its nodes become
+    "announcement": ("announcementId", reference, None),
+    "timeout_sec": ("timeoutSec", lambda given: WHOLE(given) if WHOLE(given) > 0 else 10, 10),
+    "max_retries": ("maxRetries", lambda given: WHOLE(given) if WHOLE(given) >= 0 else 2, 2),
+    "routes": ("routes", LIST, ()),
+}
+ROUTE: Final[Fields] = {"key": ("dtmfKey", KEY, NEEDED)}
+EXIT: Final[Fields] = {
+    "action_code": ("actionCode", CODE, NEEDED),
+    "announcement": ("announcementId", reference, None),
+    "welcome": ("welcomeAnnouncementId", reference, None),
+}
+EXIT_OPTIONS: Final[Fields] = {  # of an exit: they stand in its node as they are
+    "ivrFlowId": ("ivrFlowId", reference, None),
+    "scenarioId": ("scenarioId", SCENARIO, None),
+    "recordingEnabled": ("recordingEnabled", FLAG, None),
+    "includeAnnouncement": ("includeAnnouncement", FLAG, None),
+}
+FALLBACK: Final = {"actionCode": "VR"}
+# Columns that no field stands for alone.
+NODE: Final = (
+    "flow_id", "parent_id", "node_type", "action_code", "audio_file_url", "tts_text",
+    "timeout_sec", "max_retries", "depth",
+)  # fmt: skip
+
+
+def row_of(value: object, fields: Fields) -> Row:
+    """An object from outside as a row."""
+    if not isinstance(value, dict):
+        raise BadItem("it is not an object")
+    row = {}
+    for column, (key, kind, default) in fields.items():
+        given = value.get(key)
+        if given is None and default is NEEDED:
+            raise BadItem(f"{key} is missing")
         try:
-            at = datetime.fromisoformat(value)
-            at = at if at.tzinfo else at.replace(tzinfo=UTC)
-            return at.astimezone(UTC).isoformat()
-        except (ValueError, OverflowError):
-            raise BadItem(f"{key} is no time") from None
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.fields.get(key)
-        if not isinstance(value, dict):
-            raise BadItem(f"{key} is {'missing' if value is None else 'not an object'}")
-        return dict(fit(value))
-
-
-def _has_unfit(value: Any) -> bool:
-    return bool(re.search(r"\\u0000|\\ud[89a-f]", json.dumps(value))) and fit(value) != value
+            row[column] = default if given is None else kind(given)
+        except BadItem as why:
+            raise BadItem(f"{key} {why}") from None
+    return row
 
 
 def label_of(value: object, position: int) -> str:
@@ -3980,388 +4383,225 @@ def label_of(value: object, position: int) -> str:
     return f"{position + 1}. {str(name)[:60]!r}"
 
 
-@contextlib.contextmanager
-def skipping(remarks: list[Remark], item: str, value: object = None) -> Iterator[None]:
-    """One bad item is skipped and said; the others go on."""
-    try:
-        if isinstance(value, dict):
-            own = {k: v for k, v in value.items() if k not in ("phoneNumbers", "routes")}
-            if _has_unfit(own):
-                text = "NUL characters or half surrogates were dropped from it"
-                remarks.append(Remark(item, text, skipped=False))
-        yield
-    except BadItem as why:
-        remarks.append(Remark(item, str(why)))
-    except RecursionError:
-        remarks.append(Remark(item, "it is nested too deeply"))
+@dataclass
+class Section:
+    """One of the four, as it will stand in the backend's tables."""
+
+    name: str
+    rows: dict[str, Row] = field(default_factory=dict)  # the good items, by their ids
+    kept: set[str] = field(default_factory=set)  # the ids whose rows stay as they are
+    counts: dict[str, int] = field(default_factory=dict)  # by their word: first the items
+    tables: dict[str, Any] = field(default_factory=dict)  # rows as JSON, by their table
+    remarks: list[dict[str, Any]] = field(default_factory=list)  # the first hundred
+    skipped: int = 0
+    known: dict[str, Any] = field(default_factory=dict)  # its row of serversync.settings
+    there: dict[str, int] = field(default_factory=dict)  # what stands in the tables
+    held: dict[str, Any] = field(default_factory=dict)  # why it has to wait, if it has
+    changes: list[tuple[str, str, int, list[str]]] = field(default_factory=list)
+    why: str = ""
+    error: str = ""
+
+    def remark(self, item: str, reason: str, skipped: bool = False) -> None:
+        """Of an item that was skipped, or is not quite as it came."""
+        self.skipped += skipped
+        if len(self.remarks) < REMARKS_MAX:
+            said = {"item": clean(item, 200), "reason": clean(reason, 200), "skipped": skipped}
+            self.remarks.append(said)
+
+    @contextlib.contextmanager
+    def skipping(self, item: str) -> Iterator[None]:
+        """What cannot be used is said; the others go on."""
+        try:
+            yield
+        except BadItem as why:
+            self.remark(item, str(why), skipped=True)
+        except RecursionError:
+            self.remark(item, "it is nested too deeply", skipped=True)
+
+    def read(self, items: Sequence[object], word: str, read: Callable[[Row, int], Row]) -> None:
+        """Every item on its own; of one id the first that is good."""
+        for at, value in enumerate(items):
+            label = label_of(value, at)
+            with self.skipping(label):
+                own = row_of(value, {"id": ("id", AN_ID, NEEDED)})["id"]
+                self.kept.add(own)
+                fitting = fit(value)
+                if fitting != value:
+                    self.remark(label, "NUL characters or half surrogates were dropped from it")
+                if own in self.rows:
+                    raise BadItem("its id is that of an earlier item")
+                self.rows[own] = {"id": own} | read(fitting, at)
+        self.kept -= self.rows.keys()
+        self.counts[word] = len(self.rows) + len(self.kept)
+
+    def hold(self, elapsed: float, lost: bool) -> None:
+        """What is less than half of what is there waits, and for how often and how long it came
+        like this in a row (of the agent's own running time); what a frontend without its store says
+        waits for a person, also when somebody begins to enter there anew."""
+        if not any(2 * came < self.there.get(word, 0) for word, came in self.counts.items()):
+            return
+        last = self.known["held"] or {"times": 0, "seconds": -elapsed, "lost": False}
+        times, seconds = last["times"] + 1, last["seconds"] + elapsed
+        lost = lost or last["lost"]
+        if lost or times < HOLD_TIMES or seconds < HOLD_SEC:
+            self.held = {"counts": self.counts, "times": times, "seconds": seconds, "lost": lost}
+            self.why = held_text(self.there, self.counts)
 
 
-def phone_number(text: object) -> str:
-    """A number as the backend keeps it."""
-    if not isinstance(text, str):
-        raise BadItem("a phone number is not text")
-    number = re.sub(r"[-()\s]", "", text.translate(_NARROW))
-    if number.startswith("0"):
-        number = "+81" + number[1:]
-    if not re.fullmatch(r"\+[1-9][0-9]{1,14}", number):
-        raise BadItem("it is no phone number such as +81312345678 or 03-1234-5678")
-    return number
+def read_groups(said: Mapping[str, Any]) -> Section:
+    """The number groups. A number in several groups belongs to the last one."""
+    section = Section("number-groups")
+
+    def read(value: Row, at: int) -> Row:
+        row, numbers = row_of(value, GROUP), []
+        for text in row["numbers"]:
+            with section.skipping(f"{label_of(value, at)}: {str(text)[:60]!r}"):
+                numbers.append(phone_number(text))
+        return row | {"numbers": numbers}
+
+    section.read(said["callerGroups"], "groups", read)
+    owner = {number: group for group, row in section.rows.items() for number in row["numbers"]}
+    for group, row in section.rows.items():
+        row["numbers"] = sorted({number for number in row["numbers"] if owner[number] == group})
+    section.tables["registered_numbers"] = list(section.rows.values())
+    if not section.kept:  # what bad groups have stays, and nobody knows how many that are
+        section.counts["numbers"] = len(owner)
+    return section
 
 
-def read_groups(said: Mapping[str, Any]) -> tuple[Section, set[str]]:
-    """The number groups, and their ids. A number in several groups belongs to the last one."""
-    remarks: list[Remark] = []
-    names: dict[str, str] = {}
-    owner: dict[str, str] = {}
-    for at, value in enumerate(said["callerGroups"]):
-        label = label_of(value, at)
-        with skipping(remarks, label, value):
-            item = Item(value)
-            group, name = str(item.uuid("id", True)), str(item.text("name", 255, True))
-            numbers = item.fields.get("phoneNumbers")
-            if not isinstance(numbers, list):
-                raise BadItem("phoneNumbers is not a list")
-            if group in names:
-                raise BadItem(f"its id is that of an earlier group ({names[group][:60]!r})")
-            names[group] = name
-            for text in numbers:
-                shown = str(text)[:60]
-                with skipping(remarks, f"{label}: {shown!r}"):
-                    owner[phone_number(text)] = group
-                    if _WIDE.search(str(text)):
-                        note = "full-width characters were made plain ones"
-                        remarks.append(Remark(f"{label}: {shown!r}", note, skipped=False))
-    members: dict[str, list[str]] = {}
-    for number, group in sorted(owner.items()):
-        members.setdefault(group, []).append(number)
-    rows = [
-        {"group_id": group, "group_name": names[group], "numbers": members[group]}
-        for group in sorted(members)
-    ]
-    counts = {"groups": len(names), "numbers": len(owner)}
-    return Section("number-groups", counts, {"registered_numbers": rows}, remarks), set(names)
-
-
-def read_action(value: object) -> dict[str, Any]:
-    """allow or deny, and how."""
-    item = Item(value)
-    kind = item.text("actionType", 0, True)
-    if kind not in ("allow", "deny"):
-        raise BadItem("actionType is neither allow nor deny")
-    return {"actionType": kind, "actionConfig": item.mapping("actionConfig")}
-
-
-def read_rules(said: Mapping[str, Any], groups: set[str] | None) -> Section:
-    """The call actions. Without groups (their section is held) it is not asked which there are."""
-    remarks: list[Remark] = []
-    rows: dict[str, dict[str, Any]] = {}
-    for at, value in enumerate(said["rules"]):
-        with skipping(remarks, label_of(value, at), value):
-            item = Item(value)
-            rule, group = str(item.uuid("id", True)), item.uuid("callerGroupId")
-            if rule in rows:
-                raise BadItem(f"its id is that of an earlier rule ({rows[rule]['name'][:60]!r})")
-            if group is not None and groups is not None and group not in groups:
-                raise BadItem(f"there is no number group {group}")
-            action = read_action(value)
-            rows[rule] = {
-                "id": rule,
-                "name": item.text("name", 255, True),
-                "caller_group_id": group,
-                "action_type": action["actionType"],
-                "action_config": action["actionConfig"],
-                "priority": at,
-                "is_active": item.flag("isActive"),
-            }
+def read_rules(said: Mapping[str, Any]) -> Section:
+    """The call actions; a rule's place in the list is its priority."""
+    section = Section("call-actions")
+    section.read(said["rules"], "rules", lambda rule, at: row_of(rule, RULE) | {"priority": at})
     extra = {}
     for key, default in ACTIONS.items():
-        with skipping(remarks, key, said.get(key)):
-            extra[key] = default if said.get(key) is None else read_action(said[key])
-    tables = {"call_action_rules": list(rows.values()), "system_settings": extra}
-    return Section("call-actions", {"rules": len(rows)}, tables, remarks)
-
-
-def audio_name(url: str) -> str:
-    """The file's name in the announcements directory; BadItem for what could lead elsewhere."""
-    name = url.removeprefix(AUDIO_URL)
-    unsafe = name == url or bool(re.search(r"[/%\\?#\x00-\x1f\x7f-\x9f\u2028\u2029]", name))
-    unsafe = unsafe or name in ("", ".", "..") or name.startswith(TEMPORARY)
-    if unsafe or len(name.encode("utf-8", "replace")) > 255:
-        raise BadItem(f"audioFileUrl is not {AUDIO_URL}<name>")
-    return name
-
-
-def rounded(number: float) -> int:
-    """Half away from zero. (The fraction of a float is exact; adding 0.5 to it is not.)"""
-    whole = int(number)
-    return whole + ((number > 0) - (number < 0)) * (abs(number - whole) >= 0.5)
+        given = said.get(key)
+        with section.skipping(key):
+            extra[key] = row_of(fit(default if given is None else given), ACTION)
+    section.tables = {"call_action_rules": list(section.rows.values()), "system_settings": extra}
+    return section
 
 
 def read_announcements(said: Mapping[str, Any]) -> Section:
-    remarks: list[Remark] = []
-    rows: dict[str, dict[str, Any]] = {}
-    for at, value in enumerate(said["announcements"]):
-        with skipping(remarks, label_of(value, at), value):
-            item = Item(value)
-            announcement, name = str(item.uuid("id", True)), item.text("name", 100, True)
-            if announcement in rows:
-                raise BadItem("its id is that of an earlier announcement")
-            url, text = item.text("audioFileUrl") or None, item.text("ttsText") or None
-            if url is not None:
-                audio_name(url)
-            if url is None and text is None:
-                raise BadItem("it has neither audioFileUrl nor ttsText")
-            kind, seconds = item.text("announcementType"), item.number("durationSec")
-            rows[announcement] = {
-                "id": announcement,
-                "name": name,
-                "description": item.text("description"),
-                "announcement_type": kind if kind in ANNOUNCEMENT_TYPES else "custom",
-                "is_active": item.flag("isActive"),
-                "audio_file_url": url,
-                "tts_text": text,
-                "duration_sec": None if seconds is None else rounded(seconds),
-                "language": item.text("language", 10) or "ja",
-                "updated_at": item.time("updatedAt"),
+    section = Section("announcements")
+
+    def read(value: Row, _: int) -> Row:
+        row = row_of(value, ANNOUNCEMENT)
+        if row["audio_file_url"] is None and row["tts_text"] is None:
+            raise BadItem("it has neither audioFileUrl nor ttsText")
+        if row["updated_at"] is None:
+            del row["updated_at"]  # what stands there stays
+        return row
+
+    section.read(said["announcements"], "announcements", read)
+    section.tables["announcements"] = list(section.rows.values())
+    return section
+
+
+def read_exit(value: object) -> Row:
+    """What a key leads to. An announcement or a flow that is not there is no reason to drop it."""
+    row, options = row_of(value, EXIT), row_of(value, EXIT_OPTIONS)
+    welcome = row["welcome"] if row["action_code"] == "VB" else None
+    plays = row["action_code"] in ("AN", "VM", "VB")
+    given = {name: option for name, option in options.items() if option is not None}
+    text = json.dumps(given, ensure_ascii=False, separators=(",", ":")) if given else None
+    return row | {"sound": (welcome or row["announcement"]) if plays else None, "tts_text": text}
+
+
+def read_flows(said: Mapping[str, Any]) -> Section:
+    """The flows. What they play is known only when the announcements are there: fill_flows. Of an
+    exit that cannot be read, what is stored stays, if anything is."""
+    section = Section("ivr-flows")
+
+    def read(value: Row, at: int) -> Row:
+        flow, label = row_of(value, FLOW) | row_of(value, MENU), label_of(value, at)
+        exits: dict[str, Row] = {}
+        stays = {""}
+        for number, route in enumerate(flow["routes"], 1):
+            with section.skipping(f"{label}, route {number}"):
+                key = row_of(route, ROUTE)["key"]
+                if key in exits:
+                    raise BadItem(f"key {key!r} has a route already: the first one counts")
+                stays.add(key)
+                exits[key] = read_exit(route.get("destination"))
+        given = value.get("fallbackAction")
+        with section.skipping(f"{label}, fallbackAction"):
+            exits[""] = read_exit(FALLBACK if given is None else given)
+        stays -= exits.keys()
+        return flow | {"stays": stays, "exits": {"": read_exit(FALLBACK)} | exits}
+
+    section.read(said["flows"], "flows", read)
+    for flow in section.rows.values():
+        for way in ways_of(flow["id"], flow["stays"]):
+            section.kept |= {way["id"], way["to_node_id"]}
+    return section
+
+
+def made(flow: str, role: str, key: str = "") -> str:
+    """An id is a function of flow, role and key: a change of one route leaves all other rows as
+    they are, also while a call is in them."""
+    return str(uuid.uuid5(uuid.UUID(flow), f"{role} {key}".strip()))
+
+
+def nodes_of(flow: Row, sounds: Sounds) -> Iterator[Row]:
+    own, silence = flow["id"], (None, None)
+    root, keypad = made(own, "announce"), made(own, "keypad")
+    audio, text = sounds.get(flow["announcement"], silence)
+    node: Row = dict.fromkeys(NODE)
+    node |= {"flow_id": own, "timeout_sec": flow["timeout_sec"], "max_retries": flow["max_retries"]}
+    first = {"id": root, "node_type": "ANNOUNCE", "depth": 0}
+    yield node | first | {"audio_file_url": audio, "tts_text": None if audio else text}
+    yield node | {"id": keypad, "parent_id": root, "node_type": "KEYPAD", "depth": 1}
+    leaf = node | {"parent_id": keypad, "node_type": "EXIT", "depth": 2}
+    for key, each in flow["exits"].items():
+        audio, _ = sounds.get(each["sound"], silence)
+        role = "exit" if key else "fallback"
+        yield leaf | each | {"id": made(own, role, key), "audio_file_url": audio}
+
+
+def ways_of(own: str, keys: Iterable[str]) -> Iterator[Row]:
+    for key in keys:
+        for kind in ("DTMF",) if key else ("TIMEOUT", "INVALID"):
+            yield {
+                "id": made(own, kind, key),
+                "from_node_id": made(own, "keypad"),
+                "input_type": kind,
+                "dtmf_key": key or None,
+                "to_node_id": made(own, "exit" if key else "fallback", key),
             }
-    ordered = [rows[key] for key in sorted(rows)]
-    counts = {"announcements": len(rows)}
-    return Section("announcements", counts, {"announcements": ordered}, remarks)
 
 
-def sounds_of(section: Section) -> Sounds:
-    rows = section.tables["announcements"]
-    return {row["id"]: (row["audio_file_url"], row["tts_text"]) for row in rows}
-
-
-def audio_of(section: Section) -> list[dict[str, str]]:
-    """The files that the announcements want, each with what tells a new version from an old one."""
-    newest: dict[str, str] = {}
-    for row in section.tables["announcements"]:
-        if row["audio_file_url"]:
-            name = audio_name(row["audio_file_url"])
-            newest[name] = max(newest.get(name, ""), row["updated_at"] or "")
-    return [{"name": name, "version": newest[name]} for name in sorted(newest)]
-
-
-@dataclass
-class Exit:
-    """What a key of a flow leads to; without a key: what no key and a wrong one lead to."""
-
-    key: str
-    label: str
-    code: str
-    audio: str | None
-    options: dict[str, Any]
-
-    @property
-    def flow(self) -> str | None:
-        return self.options.get("ivrFlowId")
-
-
-@dataclass
-class Flow:
-    id: str
-    label: str
-    row: dict[str, Any]
-    audio: str | None
-    text: str | None
-    timeout: int
-    retries: int
-    exits: list[Exit]
-
-
-def sound_of(item: Item, key: str, sounds: Sounds) -> tuple[str | None, str | None]:
-    announcement = item.uuid(key)
-    if announcement is None:
-        return None, None
-    if announcement not in sounds:
-        raise BadItem(f"there is no announcement {announcement}")
-    return sounds[announcement]
-
-
-def read_exit(value: object, key: str, label: str, sounds: Sounds) -> Exit:
-    item = Item(value)
-    code = item.text("actionCode", 2, True)
-    if not code:
-        raise BadItem("actionCode is empty")
-    options: dict[str, Any] = {"ivrFlowId": item.uuid("ivrFlowId")}
-    scenario = item.fields.get("scenarioId")
-    if scenario is not None and type(scenario) not in (str, int):
-        raise BadItem("scenarioId is not text")
-    options["scenarioId"] = fit(scenario)
-    for name in ("recordingEnabled", "includeAnnouncement"):
-        options[name] = None if item.fields.get(name) is None else item.flag(name)
-    options = {name: option for name, option in options.items() if option is not None}
-    audio = sound_of(item, EXIT_SOUND[code], sounds)[0] if code in EXIT_SOUND else None
-    return Exit(key, label, code, audio, options)
-
-
-def read_flow(value: object, label: str, sounds: Sounds, remarks: list[Remark]) -> Flow:
-    item = Item(value)
-    flow, name = str(item.uuid("id", True)), item.text("name", 100, True)
-    row: dict[str, Any] = {"id": flow, "name": name, "description": item.text("description")}
-    row["is_active"] = item.flag("isActive")
-    audio, text = sound_of(item, "announcementId", sounds)
-    timeout, retries = item.whole("timeoutSec"), item.whole("maxRetries")
-    timeout = 10 if timeout is None or timeout <= 0 else timeout
-    retries = 3 if retries is None else 2 if retries < 0 else retries
-    routes = item.fields.get("routes")
-    if routes is not None and not isinstance(routes, list):
-        raise BadItem("routes is not a list")
-    exits = []
-    for at, route in enumerate(routes or []):
-        where = f"{label}, route {at + 1}"
-        with skipping(remarks, where, route):
-            given = Item(route)
-            key = str(given.text("dtmfKey", 0, True))
-            if _WIDE.search(key):
-                note = "full-width characters were made plain ones"
-                remarks.append(Remark(where, note, skipped=False))
-            key = key.translate(_NARROW)
-            if not 1 <= len(key) <= 5:
-                raise BadItem("dtmfKey has not 1 to 5 characters")
-            exits.append(read_exit(given.fields.get("destination"), key, where, sounds))
-    fallback = item.fields.get("fallbackAction")
-    if fallback is not None:
-        where = f"{label}, fallbackAction"
-        with skipping(remarks, where, fallback):
-            exits.append(read_exit(fallback, "", where, sounds))
-    return Flow(flow, label, row, audio, text, timeout, retries, exits)
-
-
-def closing_edges(edges: Mapping[str, Sequence[tuple[str, str]]]) -> set[tuple[str, str]]:
-    """The exits (flow, key) that lead back into a flow that leads here: found from the first flow
-    on, in the order of the lists. Not recursive: a chain of flows may be long."""
-    closing: set[tuple[str, str]] = set()
-    open_: dict[str, bool] = {}  # met: still on the way, or done
-    for start in edges:
-        way = [] if start in open_ else [(start, iter(edges[start]))]
-        open_.setdefault(start, True)
-        while way:
-            flow, rest = way[-1]
-            for key, target in rest:
-                if open_.get(target):
-                    closing.add((flow, key))
-                elif target not in open_:
-                    open_[target] = True
-                    way.append((target, iter(edges[target])))
-                    break
-            else:
-                open_[flow] = False
-                way.pop()
-        open_[start] = False
-    return closing
-
-
-def _drop_exits(flows: Mapping[str, Flow], remarks: list[Remark]) -> None:
-    """Exits into flows that are not there, second ones of a key, and those that close a cycle."""
-    for flow in flows.values():
-        good: dict[str, Exit] = {}
-        for each in flow.exits:
-            if each.flow is not None and each.flow not in flows:
-                remarks.append(Remark(each.label, f"there is no flow {each.flow}"))
-            elif each.key in good:
-                text = f"key {each.key!r} has a route already: the first one counts"
-                remarks.append(Remark(each.label, text))
-            else:
-                good[each.key] = each
-        flow.exits = list(good.values())
-    edges = {
-        flow.id: [(each.key, each.flow) for each in flow.exits if each.flow]
-        for flow in flows.values()
+def fill_flows(section: Section, sounds: Sounds) -> None:
+    flows = section.rows.values()
+    section.tables = {
+        "ivr_flows": [{column: flow[column] for column in ("id", *FLOW)} for flow in flows],
+        "ivr_nodes": [node for flow in flows for node in nodes_of(flow, sounds)],
+        "ivr_transitions": [way for flow in flows for way in ways_of(flow["id"], flow["exits"])],
     }
-    closing = closing_edges(edges)
-    for flow in flows.values():
-        for each in flow.exits:
-            if (flow.id, each.key) in closing:
-                text = f"it leads back: flow {each.flow} leads here"
-                remarks.append(Remark(each.label, text))
-        flow.exits = [each for each in flow.exits if (flow.id, each.key) not in closing]
+    for flow in flows:
+        plays = {flow["announcement"], *(each["sound"] for each in flow["exits"].values())}
+        for lost in sorted(plays - {*sounds, None}):
+            section.remark(flow["name"], f"there is no announcement {lost}: silence instead")
 
 
-def read_flows(said: Mapping[str, Any], sounds: Sounds) -> Section:
-    remarks: list[Remark] = []
-    flows: dict[str, Flow] = {}
-    for at, value in enumerate(said["flows"]):
-        label = label_of(value, at)
-        with skipping(remarks, label, value):
-            flow = read_flow(value, label, sounds, remarks)
-            if flow.id in flows:
-                raise BadItem("its id is that of an earlier flow")
-            flows[flow.id] = flow
-    _drop_exits(flows, remarks)
-    tables: dict[str, Any] = {"ivr_flows": [], "ivr_nodes": [], "ivr_transitions": []}
-    for key in sorted(flows):
-        tables["ivr_flows"].append(flows[key].row)
-        nodes, transitions = flow_rows(flows[key])
-        tables["ivr_nodes"] += nodes
-        tables["ivr_transitions"] += transitions
-    return Section("ivr-flows", {"flows": len(flows)}, tables, remarks)
-
-
-def flow_rows(flow: Flow) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Its nodes and transitions. An id is a function of flow, role and key: a change of one route
-    leaves all other rows as they are, also while a call is in them."""
-
-    def made(role: str, key: str = "") -> str:
-        return str(uuid.uuid5(uuid.UUID(flow.id), f"{role} {key}".strip()))
-
-    def node(role: str, kind: str, depth: int, key: str = "", **more: Any) -> dict[str, Any]:
-        parent = {0: None, 1: made("announce"), 2: made("keypad")}[depth]
-        row = {"id": made(role, key), "flow_id": flow.id, "parent_id": parent, "node_type": kind}
-        row |= {"action_code": None, "audio_file_url": None, "tts_text": None}
-        return row | {"timeout_sec": 10, "max_retries": 3, "depth": depth} | more
-
-    nodes = [
-        node("announce", "ANNOUNCE", 0, audio_file_url=flow.audio,
-             tts_text=None if flow.audio else flow.text),
-        node("keypad", "KEYPAD", 1, timeout_sec=flow.timeout, max_retries=flow.retries),
-    ]  # fmt: skip
-    transitions = []
-    for each in flow.exits:
-        text = json.dumps(each.options, ensure_ascii=False, separators=(",", ":"))
-        role = "exit" if each.key else "fallback"
-        nodes.append(
-            node(role, "EXIT", 2, each.key, action_code=each.code, audio_file_url=each.audio,
-                 tts_text=text if each.options else None)
-        )  # fmt: skip
-        for kind in ("DTMF",) if each.key else ("TIMEOUT", "INVALID"):
-            transitions.append(
-                {
-                    "id": made(kind, each.key),
-                    "from_node_id": made("keypad"),
-                    "input_type": kind,
-                    "dtmf_key": each.key or None,
-                    "to_node_id": made(role, each.key),
-                }
-            )
-    return nodes, transitions
-
-
-def shrunk(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Empty where it was not, or less than half of it: has the frontend lost its store?"""
-    return any(2 * now.get(word, 0) < number for word, number in before.items())
+# Each section's address, the list that its answer must have, and who reads it. What refers to
+# something is asked for before that: what is added between two questions is not missed.
+SOURCES: Final = {
+    "call-actions": ("/api/call-actions", "rules", read_rules),
+    "number-groups": ("/api/number-groups", "callerGroups", read_groups),
+    "ivr-flows": ("/api/ivr-flows/export", "flows", read_flows),
+    "announcements": ("/api/announcements", "announcements", read_announcements),
+}
 
 
 def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(count(number, word[:-1]) for word, number in counts.items())
 
 
-def hold_on(known: Known, counts: Mapping[str, int], elapsed: float) -> tuple[bool, int, float]:
-    """Whether a section is held, how often it came like this in a row, and over how long (of the
-    agent's own running time, whatever the database's clock did)."""
-    if not shrunk(known.counts, counts):
-        return False, 0, 0.0
-    times = known.held_times + 1
-    seconds = known.held_seconds + (elapsed if known.held_times else 0.0)
-    return times < HOLD_TIMES or seconds < HOLD_SEC, times, seconds
-
-
 # ==================================================================================================
 # Settings pull: the tables
-# Each statement finds the difference between what is wanted and what is there, and (really) makes
-# it: a row that is as it should be is not touched, and gets no new id.
+# Each statement finds the difference between what is wanted and what is there, and makes it: a row
+# that is as it should be is not touched, and gets no new id.
 # ==================================================================================================
 
 # Ours: made with all the others.
@@ -4369,18 +4609,14 @@ MIGRATIONS[0] += """
 -- What came back from the frontend: a row a section.
 create table serversync.settings (
     section text primary key,
-    position int not null,
-    pulls bigint not null default 0,       -- tells whether another pull came between
-    digest text,                           -- of the rows as they were applied last; null: never
-    counts jsonb not null default '{}',    -- what these were, {"groups": 3, "numbers": 12}
+    position int not null,                 -- of those that are applied: flows play announcements
+    counts jsonb not null default '{}',    -- what is in the tables, {"groups": 3, "numbers": 12}
     remarks jsonb not null default '[]',   -- [{item, reason, skipped}] of the last answer
     skipped int not null default 0,
     pulled_at timestamptz,
     changed_at timestamptz,
     error text,                            -- why the last answer was not applied
-    held_counts jsonb,                     -- what came when it looked like a loss; null: not held
-    held_times int not null default 0,     -- in a row
-    held_seconds double precision not null default 0  -- of the agent's own running time
+    held jsonb not null default '{}'       -- {counts, times, seconds, lost}, if it waits
 ) with (fillfactor = 50);
 insert into serversync.settings (section, position)
 values ('number-groups', 1), ('call-actions', 2), ('announcements', 3), ('ivr-flows', 4);
@@ -4390,63 +4626,41 @@ create table serversync.audio_files (
     name text primary key,
     version text not null,                 -- the frontend's updatedAt
     fetched text,                          -- the version that is there
-    fetched_at timestamptz,
-    files jsonb not null default '[]',     -- [{inode, size, mtime_ns, sha256}] as they were written
-    etag text,
     tries int not null default 0,
     next_attempt_at timestamptz not null default now(),
     error text,
-    unwanted double precision              -- seconds of the agent's own running time; null: wanted
+    digests text[] not null default '{}',  -- sha256 of what we put there, the newest first
+    unwanted boolean not null default false  -- it goes when it is due
 );
 """
-# The backend's tables that are there, and the rights on them that this role lacks. No lock.
-SETTINGS_TABLES: Final = """
-select t.name, c.oid is not null, array(
-    select r.name from unnest(t.rights) r (name) where not has_table_privilege(c.oid, r.name)
-    union all
-    select 'update (' || a.attname || ')' from pg_attribute a
-    where t.name = 'system_settings' and a.attrelid = c.oid and a.attname in ('extra', 'updated_at')
-      and not has_column_privilege(c.oid, a.attnum, 'update'))
-from (values ('registered_numbers', '{select,insert,update}'::text[]),
-             ('call_action_rules', '{select,insert,update,delete}'),
-             ('system_settings', '{select}'),
-             ('announcements', '{select,insert,update,delete}'),
-             ('ivr_flows', '{select,insert,update,delete}'),
-             ('ivr_nodes', '{select,insert,update,delete}'),
-             ('ivr_transitions', '{select,insert,update,delete}')) t (name, rights)
-left join pg_class c on c.oid = to_regclass(t.name)
+_UPGRADED: Final = """
+alter table serversync.settings drop digest, drop pulls, drop held_counts, drop held_times,
+    drop held_seconds, add held jsonb not null default '{}';
+alter table serversync.audio_files drop etag, drop fetched_at, drop unwanted,
+    add digests text[] not null default '{}', add unwanted boolean not null default false;
+update serversync.audio_files set digests = array(
+    select f ->> 'sha256' from jsonb_array_elements(files) f where f ? 'sha256');
+alter table serversync.audio_files drop files;
 """
-# What is known of each section. (Read at the beginning of a pull: `pulls` tells at its end whether
-# another one came between.)
+MIGRATIONS.update({known: MIGRATIONS[known] + _UPGRADED for known in (1, 2, 3)})
+# What is known of each section; the agent and a person pull one after the other.
 SETTINGS_KNOWN: Final = """
-select section, digest, counts, remarks, skipped, held_times, held_seconds, held_counts, error,
-       pulls, extract(epoch from now() - pulled_at)::float8
-from serversync.settings order by position
-"""
-SETTINGS_LOCK: Final = """
-select coalesce(max(pulls), 0) from (select pulls from serversync.settings for update) s
+select section, to_jsonb(s) from serversync.settings s order by position for update
 """
 # How long a merge may wait for the backend, and take: calls go on meanwhile.
 SETTINGS_BOUNDS: Final = "set local lock_timeout = '400ms'; set local statement_timeout = '8s'"
-SETTINGS_SAME: Final = """
-update serversync.settings set pulled_at = now(), pulls = pulls + 1
-"""
 SETTINGS_SAVE: Final = """
-update serversync.settings
-set pulled_at = now(), pulls = pulls + 1, remarks = %(remarks)s, skipped = %(skipped)s,
-    digest = coalesce(%(digest)s, digest), counts = coalesce(%(counts)s::jsonb, counts),
-    changed_at = case when %(changed)s then now() else changed_at end, error = %(error)s,
-    held_times = %(held_times)s, held_seconds = %(held_seconds)s, held_counts = %(held_counts)s
-where section = %(section)s
+update serversync.settings s
+set pulled_at = now(), changed_at = case when %(changed)s then now() else s.changed_at end,
+    counts = r.counts, remarks = r.remarks, skipped = r.skipped, error = r.error, held = r.held
+from jsonb_populate_record(null::serversync.settings, %(row)s) r where s.section = %(section)s
 """
 # A person says that a section may be as small as it is now: that is what the next is compared with.
 SETTINGS_ACCEPT: Final = """
-update serversync.settings
-set counts = held_counts, digest = coalesce(digest, ''), pulls = pulls + 1,
-    held_times = 0, held_seconds = 0, held_counts = null
-where section = %(section)s and held_counts is not null returning 1
+update serversync.settings set counts = held -> 'counts', held = '{}'
+where section = %(section)s and held <> '{}' returning 1
 """
-# What a section is compared with that was never applied: what is in the backend's tables.
+# What a section is compared with: what is in the backend's tables.
 SETTINGS_THERE: Final = {
     "number-groups": """
 select jsonb_build_object('groups', count(distinct group_id), 'numbers', count(*))
@@ -4456,17 +4670,15 @@ from registered_numbers where deleted_at is null and group_id is not null
     "announcements": "select jsonb_build_object('announcements', count(*)) from announcements",
     "ivr-flows": "select jsonb_build_object('flows', count(*)) from ivr_flows",
 }
-# The announcements as they are, while their section is held.
+# The announcements as they are now: what flows play.
 SOUNDS_THERE: Final = "select id::text, audio_file_url, tts_text from announcements"
 # Numbers that are in no group any more are deleted softly, and come back under their old id. Those
 # that never had a group stay, unless %(replace)s. Reads the whole table; row locks on what changes.
 MERGE_NUMBERS: Final = """
 with wanted as (
-    select g.group_id, g.group_name, n.phone_number
-    from jsonb_to_recordset(%(rows)s::jsonb) g (group_id uuid, group_name text, numbers text[])
+    select g.id as group_id, g.group_name, n.phone_number
+    from jsonb_to_recordset(%(rows)s::jsonb) g (id uuid, group_name text, numbers text[])
     cross join lateral unnest(g.numbers) n (phone_number)
-), live as (
-    select * from registered_numbers where deleted_at is null
 ), once as (
     select distinct on (phone_number) id, phone_number from registered_numbers
     where deleted_at is not null order by phone_number, deleted_at desc, id
@@ -4476,250 +4688,144 @@ with wanted as (
            coalesce(l.id, o.id) as id, coalesce(w.phone_number, l.phone_number) as phone_number,
            w.group_id, w.group_name
     from wanted w
-    full join live l on l.phone_number = w.phone_number
+    full join (select * from registered_numbers where deleted_at is null) l
+        on l.phone_number = w.phone_number
     left join once o on l.id is null and o.phone_number = w.phone_number
     where case when w.phone_number is null then l.group_id is not null or %(replace)s::boolean
                else (l.group_id, l.group_name) is distinct from (w.group_id, w.group_name) end
-), deleted as (
-    update registered_numbers r
-    set deleted_at = now(), updated_at = now(), version = coalesce(r.version, 0) + 1
-    from changes c where %(really)s::boolean and c.action = 'delete' and r.id = c.id
+      and (l.group_id = any (%(kept)s::uuid[])) is not true
 ), updated as (
     update registered_numbers r
-    set group_id = c.group_id, group_name = c.group_name, deleted_at = null, updated_at = now(),
-        version = coalesce(r.version, 0) + 1
-    from changes c where %(really)s::boolean and c.action in ('update', 'revive') and r.id = c.id
+    set group_id = coalesce(c.group_id, r.group_id), updated_at = now(),
+        group_name = coalesce(c.group_name, r.group_name), version = coalesce(r.version, 0) + 1,
+        deleted_at = case when c.action = 'delete' then now() end
+    from changes c where r.id = c.id
 ), inserted as (
     insert into registered_numbers
         (id, phone_number, group_id, group_name, version, created_at, updated_at)
     select gen_random_uuid(), phone_number, group_id, group_name, 1, now(), now() from changes
-    where %(really)s::boolean and action = 'insert'
+    where action = 'insert'
 )
-select action, count(*), (array_agg(phone_number::text order by phone_number))[1:%(most)s::int]
+select action, count(*), (array_agg(phone_number::text order by phone_number))[1:1000]
 from changes group by 1 order by 1
 """
-MERGE_RULES: Final = """
+# The other tables of rows. What is wanted (`r`) is laid over the row that is there (`t`); where
+# that makes a difference it becomes `c`, with what each change brings with it. {columns} are those
+# that are written. What is kept stays, by its own id or by {owner}'s. Reads the whole table; row
+# locks on what changes.
+MERGE_ROWS: Final = """
 with wanted as (
-    select * from jsonb_to_recordset(%(rows)s::jsonb) w
-        (id uuid, name text, caller_group_id uuid, action_type text, action_config jsonb,
-         priority int, is_active boolean)
+    select (value ->> 'id')::uuid as id, value from jsonb_array_elements(%(rows)s::jsonb)
 ), changes as materialized (
-    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
-               as action, coalesce(t.id, w.id) as key, coalesce(w.name, t.name) as label, w.*
-    from wanted w full join call_action_rules t on t.id = w.id
-    where (w.id, w.name, w.caller_group_id, w.action_type, w.action_config, w.priority, w.is_active)
-        is distinct from (t.id, t.name, t.caller_group_id, t.action_type, t.action_config,
-                          t.priority, t.is_active)
+    select case when t.id is null then 'insert' when r.id is null then 'delete' else 'update' end
+               as action, c.*
+    from wanted r full join {table} t on t.id = r.id
+    cross join lateral jsonb_populate_record(t, r.value || jsonb_build_object('updated_at',
+        coalesce(r.value -> 'updated_at', to_jsonb(now())),
+        'version', coalesce((to_jsonb(t) ->> 'version')::int, 0) + 1)) c
+    where (r.id is null or jsonb_populate_record(t, r.value) is distinct from t)
+      and not array[t.id, {owner}] && %(kept)s::uuid[]
 ), deleted as (
-    delete from call_action_rules t using changes c
-    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
+    delete from {table} t using changes c where c.action = 'delete' and t.id = c.id
 ), updated as (
-    update call_action_rules t
-    set name = c.name, caller_group_id = c.caller_group_id, action_type = c.action_type,
-        action_config = c.action_config, priority = c.priority, is_active = c.is_active,
-        updated_at = now()
-    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
+    update {table} t set ({columns}) = row (c.{of_changes})
+    from changes c where c.action = 'update' and t.id = c.id
 ), inserted as (
-    insert into call_action_rules (id, name, caller_group_id, action_type, action_config, priority,
-                                   is_active, created_at, updated_at)
-    select id, name, caller_group_id, action_type, action_config, priority, is_active, now(), now()
-    from changes where %(really)s::boolean and action = 'insert'
+    insert into {table} (id, created_at, {columns}) select c.id, now(), c.{of_changes}
+    from changes c where c.action = 'insert'
 )
-select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
-from changes group by 1 order by 1
+select action, count(*), (array_agg(label order by label))[1:1000]
+from (select action, concat_ws(' ', {label}) as label from changes) c group by 1 order by 1
 """
 # One UPDATE: the other keys stay.
 MERGE_EXTRA: Final = """
-with changes as materialized (
-    select id, extra || %(rows)s::jsonb as extra from system_settings
+with changes as (
+    update system_settings set extra = extra || %(rows)s::jsonb, updated_at = now()
     where id = 1 and jsonb_typeof(extra) = 'object'
       and extra || %(rows)s::jsonb is distinct from extra
-), updated as (
-    update system_settings t set extra = c.extra, updated_at = now()
-    from changes c where %(really)s::boolean and t.id = c.id
+    returning 1
 )
 select 'update', count(*), array['extra'] from changes having count(*) > 0
 """
-MERGE_ANNOUNCEMENTS: Final = """
-with wanted as (
-    select * from jsonb_to_recordset(%(rows)s::jsonb) w
-        (id uuid, name text, description text, announcement_type text, is_active boolean,
-         audio_file_url text, tts_text text, duration_sec int, language text,
-         updated_at timestamptz)
-), changes as materialized (
-    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
-               as action, coalesce(t.id, w.id) as key, coalesce(w.name, t.name) as label, w.*
-    from wanted w full join announcements t on t.id = w.id
-    where (w.id, w.name, w.description, w.announcement_type, w.is_active, w.audio_file_url,
-           w.tts_text, w.duration_sec, w.language, coalesce(w.updated_at, t.updated_at))
-        is distinct from (t.id, t.name, t.description, t.announcement_type, t.is_active,
-                          t.audio_file_url, t.tts_text, t.duration_sec, t.language, t.updated_at)
-), deleted as (
-    delete from announcements t using changes c
-    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
-), updated as (
-    update announcements t
-    set name = c.name, description = c.description, announcement_type = c.announcement_type,
-        is_active = c.is_active, audio_file_url = c.audio_file_url, tts_text = c.tts_text,
-        duration_sec = c.duration_sec, language = c.language, version = coalesce(t.version, 0) + 1,
-        updated_at = coalesce(c.updated_at, t.updated_at)
-    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
-), inserted as (
-    insert into announcements (id, name, description, announcement_type, is_active, audio_file_url,
-                               tts_text, duration_sec, language, version, created_at, updated_at)
-    select id, name, description, announcement_type, is_active, audio_file_url, tts_text,
-           duration_sec, language, 1, now(), coalesce(updated_at, now())
-    from changes where %(really)s::boolean and action = 'insert'
-)
-select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
-from changes group by 1 order by 1
-"""
-# Before its nodes: with a flow that goes all that is in it goes, by the backend's cascade.
-MERGE_FLOWS: Final = """
-with wanted as (
-    select * from jsonb_to_recordset(%(rows)s::jsonb) w
-        (id uuid, name text, description text, is_active boolean)
-), changes as materialized (
-    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
-               as action, coalesce(t.id, w.id) as key, coalesce(w.name, t.name) as label, w.*
-    from wanted w full join ivr_flows t on t.id = w.id
-    where (w.id, w.name, w.description, w.is_active)
-        is distinct from (t.id, t.name, t.description, t.is_active)
-), deleted as (
-    delete from ivr_flows t using changes c
-    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
-), updated as (
-    update ivr_flows t set name = c.name, description = c.description, is_active = c.is_active,
-                           updated_at = now()
-    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
-), inserted as (
-    insert into ivr_flows (id, name, description, is_active, created_at, updated_at)
-    select id, name, description, is_active, now(), now()
-    from changes where %(really)s::boolean and action = 'insert'
-)
-select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
-from changes group by 1 order by 1
-"""
-MERGE_NODES: Final = """
-with wanted as (
-    select * from jsonb_to_recordset(%(rows)s::jsonb) w
-        (id uuid, flow_id uuid, parent_id uuid, node_type text, action_code text,
-         audio_file_url text, tts_text text, timeout_sec int, max_retries int, depth smallint)
-), changes as materialized (
-    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
-               as action, coalesce(t.id, w.id) as key,
-           coalesce(w.node_type, t.node_type) || ' ' || coalesce(t.id, w.id) as label, w.*
-    from wanted w full join ivr_nodes t on t.id = w.id
-    where (w.id, w.flow_id, w.parent_id, w.node_type, w.action_code, w.audio_file_url, w.tts_text,
-           w.timeout_sec, w.max_retries, w.depth)
-        is distinct from (t.id, t.flow_id, t.parent_id, t.node_type, t.action_code,
-                          t.audio_file_url, t.tts_text, t.timeout_sec, t.max_retries, t.depth)
-), deleted as (
-    delete from ivr_nodes t using changes c
-    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
-), updated as (
-    update ivr_nodes t
-    set flow_id = c.flow_id, parent_id = c.parent_id, node_type = c.node_type,
-        action_code = c.action_code, audio_file_url = c.audio_file_url, tts_text = c.tts_text,
-        timeout_sec = c.timeout_sec, max_retries = c.max_retries, depth = c.depth,
-        updated_at = now()
-    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
-), inserted as (
-    insert into ivr_nodes (id, flow_id, parent_id, node_type, action_code, audio_file_url, tts_text,
-                           timeout_sec, max_retries, depth, created_at, updated_at)
-    select id, flow_id, parent_id, node_type, action_code, audio_file_url, tts_text, timeout_sec,
-           max_retries, depth, now(), now()
-    from changes where %(really)s::boolean and action = 'insert'
-)
-select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
-from changes group by 1 order by 1
-"""
-MERGE_TRANSITIONS: Final = """
-with wanted as (
-    select * from jsonb_to_recordset(%(rows)s::jsonb) w
-        (id uuid, from_node_id uuid, input_type text, dtmf_key text, to_node_id uuid)
-), changes as materialized (
-    select case when t.id is null then 'insert' when w.id is null then 'delete' else 'update' end
-               as action, coalesce(t.id, w.id) as key,
-           concat_ws(' ', coalesce(w.input_type, t.input_type), coalesce(w.dtmf_key, t.dtmf_key),
-                     coalesce(t.id, w.id)) as label, w.*
-    from wanted w full join ivr_transitions t on t.id = w.id
-    where (w.id, w.from_node_id, w.input_type, w.dtmf_key, w.to_node_id)
-        is distinct from (t.id, t.from_node_id, t.input_type, t.dtmf_key, t.to_node_id)
-), deleted as (
-    delete from ivr_transitions t using changes c
-    where %(really)s::boolean and c.action = 'delete' and t.id = c.key
-), updated as (
-    update ivr_transitions t
-    set from_node_id = c.from_node_id, input_type = c.input_type, dtmf_key = c.dtmf_key,
-        to_node_id = c.to_node_id
-    from changes c where %(really)s::boolean and c.action = 'update' and t.id = c.key
-), inserted as (
-    insert into ivr_transitions (id, from_node_id, input_type, dtmf_key, to_node_id, created_at)
-    select id, from_node_id, input_type, dtmf_key, to_node_id, now()
-    from changes where %(really)s::boolean and action = 'insert'
-)
-select action, count(*), (array_agg(label::text order by label))[1:%(most)s::int]
-from changes group by 1 order by 1
-"""
-# In this order: what others point at comes first.
+
+
+def merge_rows(
+    table: str, columns: Sequence[str], label: str = "name", owner: str = "null"
+) -> dict[str, str]:
+    of_changes = ", c.".join(columns)
+    return {table: MERGE_ROWS.format(
+        table=table, columns=", ".join(columns), of_changes=of_changes, label=label, owner=owner
+    )}  # fmt: skip
+
+
+# By the table. What others point at comes first. With a flow that goes all that is in it goes, by
+# the backend's cascade; with one that is kept all that is in it stays.
 MERGES: Final = {
-    "number-groups": (("registered_numbers", MERGE_NUMBERS),),
-    "call-actions": (("call_action_rules", MERGE_RULES), ("system_settings", MERGE_EXTRA)),
-    "announcements": (("announcements", MERGE_ANNOUNCEMENTS),),
-    "ivr-flows": (
-        ("ivr_flows", MERGE_FLOWS),
-        ("ivr_nodes", MERGE_NODES),
-        ("ivr_transitions", MERGE_TRANSITIONS),
+    "number-groups": {"registered_numbers": MERGE_NUMBERS},
+    "call-actions": merge_rows("call_action_rules", [*RULE, "priority", "updated_at"])
+    | {"system_settings": MERGE_EXTRA},
+    "announcements": merge_rows("announcements", [*ANNOUNCEMENT, "version"]),
+    "ivr-flows": merge_rows("ivr_flows", [*FLOW, "updated_at"])
+    | merge_rows("ivr_nodes", [*NODE, "updated_at"], "node_type, id", owner="t.flow_id")
+    | merge_rows(
+        "ivr_transitions",
+        ["from_node_id", "input_type", "dtmf_key", "to_node_id"],
+        "input_type, dtmf_key, id",
+        owner="(select flow_id from ivr_nodes n where n.id = t.from_node_id)",
     ),
 }
-# The backend's dashboard reads the newest updated_at as the time of the last pull: always the same
-# row is touched, and brought back from a future that a wrong clock gave it.
-RULES_HEARTBEAT: Final = """
-update call_action_rules set updated_at = now()
-where id = (select id from call_action_rules order by updated_at desc nulls last, id limit 1)
-returning 1
+# The backend's dashboard reads the newest updated_at as the time of the last pull (without rules,
+# that of the settings), and warns after ten minutes. Always the same row is touched, and brought
+# back from a future that a wrong clock gave it.
+HEARTBEAT: Final = """
+with rules as (
+    update call_action_rules set updated_at = now()
+    where id = (select id from call_action_rules order by updated_at desc nulls last, id limit 1)
+      and updated_at between now() - interval '5 minutes' and now() is not true
+)
+update system_settings set updated_at = now()
+where id = 1 and updated_at between now() - interval '5 minutes' and now() is not true
 """
-SETTINGS_HEARTBEAT: Final = "update system_settings set updated_at = now() where id = 1"
 
 # Which files the announcements want. A new version is fetched at once.
-AUDIO_WANTED: Final = """
-with wanted as (
-    select * from jsonb_to_recordset(%(rows)s::jsonb) w (name text, version text)
-), gone as (
-    update serversync.audio_files f set unwanted = 0
-    where unwanted is null and not exists (select from wanted w where w.name = f.name)
-)
-insert into serversync.audio_files as f (name, version) select name, version from wanted
+AUDIO_WANTED: Final = f"""
+insert into serversync.audio_files as f (name, version)
+select substr(audio_file_url, length('{AUDIO_URL}') + 1),
+       coalesce(to_jsonb(max(updated_at) at time zone 'UTC') #>> '{{}}', '') || '+00:00'
+from announcements where audio_file_url ~ '^{AUDIO_URL}[^/%\\\\]+$' group by 1
 on conflict (name) do update
-set version = excluded.version, unwanted = null, tries = 0, error = null, next_attempt_at = now()
-where (f.version, f.unwanted) is distinct from (excluded.version, null::float8)
+set version = excluded.version, unwanted = false, tries = 0, error = null, next_attempt_at = now()
+where (f.version, f.unwanted) is distinct from (excluded.version, false)
 """
-# Seconds of the agent's own running time since a file was wanted last.
-AUDIO_AGE: Final = """
-update serversync.audio_files set unwanted = unwanted + %(elapsed)s::float8 where unwanted >= 0
+# What nothing plays any more, no flow either that is kept as it was, goes in an hour: a call may
+# just play it.
+AUDIO_GONE: Final = f"""
+update serversync.audio_files
+set unwanted = true, tries = 0, error = null, next_attempt_at = now() + interval '1 hour'
+where not unwanted and '{AUDIO_URL}' || name not in
+    (select coalesce(audio_file_url, '') from announcements
+     union select coalesce(audio_file_url, '') from ivr_nodes)
 """
-# The file that is next: to be fetched, or to go; and in how many seconds. A due time more than an
-# hour ahead is a wrong clock's.
+# The file that is next, and in how many seconds. One that somebody deleted is not among %(there)s
+# (null: nobody knows). A due time more than two hours ahead is a wrong clock's.
 AUDIO_NEXT: Final = """
-select name, version, fetched, files, etag, tries, coalesce(unwanted >= %(unwanted)s, false), wait
-from (select *, case when next_attempt_at > now() + interval '1 hour' then 0
+select name, version, digests, tries, unwanted, wait
+from (select *, case when next_attempt_at > now() + interval '2 hours' then 0
                 else greatest(0, extract(epoch from next_attempt_at - now())) end::float8 as wait
       from serversync.audio_files
-      where unwanted >= %(unwanted)s or unwanted is null and fetched is distinct from version) f
+      where unwanted or fetched is distinct from version or name <> all (%(there)s::text[])) f
 order by wait, next_attempt_at, name limit 1
 """
 # What we are about to put there, before it is there: after a kill between the two, or a power cut,
 # it is still ours.
 AUDIO_WRITING: Final = """
-update serversync.audio_files set files = %(files)s
+update serversync.audio_files set digests = (%(digest)s::text || digests)[1:10]
 from (select set_config('synchronous_commit', 'on', true)) durable
-where name = %(name)s
+where name = %(name)s returning digests
 """
 AUDIO_FETCHED: Final = """
 update serversync.audio_files
-set fetched = %(version)s, files = %(files)s, etag = %(etag)s, tries = 0, error = null,
-    fetched_at = now()
+set fetched = %(version)s, digests = array[%(digest)s], tries = 0, error = null
 where name = %(name)s
 """
 AUDIO_FAILED: Final = """
@@ -4728,285 +4834,107 @@ set tries = tries + 1, error = %(error)s, next_attempt_at = now() + %(wait)s * i
 where name = %(name)s
 """
 AUDIO_FORGET: Final = "delete from serversync.audio_files where name = %(name)s"
-AUDIO_THERE: Final = """
-select name from serversync.audio_files where fetched is not null and unwanted is null
-"""
-AUDIO_LOST: Final = """
-update serversync.audio_files set fetched = null, etag = null, next_attempt_at = now()
-where name = any (%(names)s)
-"""
-
-Connect = Callable[[], contextlib.AbstractContextManager["psycopg.Connection[Any]"]]
 
 
-@dataclass(frozen=True)
-class Known:
-    """A section's row of serversync.settings."""
+class Tables(Protocol):
+    """The database, by the agent's connection or a person's."""
 
-    name: str
-    digest: str | None
-    counts: dict[str, int]
-    remarks: list[dict[str, Any]]
-    skipped: int
-    held_times: int
-    held_seconds: float
-    held_counts: dict[str, int] | None
-    error: str | None
-    pulls: int
-    age: float | None
+    def run(self, sql: str, /, **params: Any) -> list[tuple[Any, ...]]: ...
+
+    def session(self) -> contextlib.AbstractContextManager[psycopg.Connection[Any]]: ...
 
 
-@dataclass
-class Outcome:
-    """What became of a section: applied, held, or why not."""
-
-    section: Section
-    known: Known
-    held: tuple[bool, int, float] = (False, 0, 0.0)
-    changes: list[tuple[str, str, int, list[str]]] = field(default_factory=list)
-    error: str = ""
-    applied: bool = False
-
-    @property
-    def remarks(self) -> list[dict[str, Any]]:
-        """As they are stored and shown."""
-        tidy = partial(clean, limit=200)
-        first = sorted(self.section.remarks, key=lambda remark: not remark.skipped)
-        return [
-            {"item": tidy(each.item), "reason": tidy(each.reason), "skipped": each.skipped}
-            for each in first[:REMARKS_MAX]
-        ]
-
-    @property
-    def skipped(self) -> int:
-        return sum(remark.skipped for remark in self.section.remarks)
+def get(frontend: Frontend, path: str) -> Steps[Answer]:
+    """A page of the settings."""
+    return frontend.settings.exchange(Outgoing("GET", path, {}, 10.0, answer_max=SETTINGS_MAX))
 
 
-REMARKS_MAX: Final = 100
-
-
-class SettingsStore:
-    """The tables, by the agent's connection or a person's; one method a statement."""
-
-    def __init__(self, session: Connect) -> None:
-        self.session = session
-
-    def run(self, sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
-        with self.session() as conn:
-            return self._rows(conn, sql, **params)
-
-    @staticmethod
-    def _rows(conn: psycopg.Connection[Any], sql: str, /, **params: Any) -> list[tuple[Any, ...]]:
-        cursor = conn.execute(sql, params or None)
-        return cursor.fetchall() if cursor.description else []
-
-    def known(self) -> dict[str, Known]:
-        return {row[0]: Known(*row) for row in self.run(SETTINGS_KNOWN)}
-
-    def missing(self) -> dict[str, str]:
-        """Why tables cannot be written, by their names."""
-        found = {}
-        for name, there, lacking in self.run(SETTINGS_TABLES):
-            if not there:
-                found[name] = f"there is no table {name}"
-            elif lacking:
-                rights = ", ".join(lacking)
-                found[name] = f"no right to {rights} on {name}: run: sudo serversync setup"
-        return found
-
-    def there(self, name: str) -> dict[str, int]:
-        return dict(self.run(SETTINGS_THERE[name])[0][0])
-
-    def sounds(self) -> Sounds:
-        return {row[0]: (row[1], row[2]) for row in self.run(SOUNDS_THERE)}
-
-    def apply(self, work: Callable[[psycopg.Connection[Any]], None], pulls: int) -> None:
-        """One transaction for the snapshot, on what is still the state that it began with."""
-        with self.session() as conn, conn.transaction():
-            conn.execute(SETTINGS_BOUNDS)
-            if conn.execute(SETTINGS_LOCK).fetchall()[0][0] != pulls:
-                text = "another pull came between: this one begins anew"
-                raise NotNow(Verdict(Fate.WAITS, "OVERTAKEN", text))
-            work(conn)
-
-    def merge(self, conn: psycopg.Connection[Any], outcome: Outcome, missing: Mapping[str, str],
-              replaced: bool, really: bool, most: int) -> None:  # fmt: skip
-        """A section in a savepoint of its own: what cannot be stored leaves it as it was."""
-        merges = MERGES[outcome.section.name]
-        whys = [missing[name] for name, _ in merges if name in missing]
-        if whys and outcome.section.name == "ivr-flows":  # none of its tables is of use alone
-            merges = ()
-        try:
-            with conn.transaction():
-                for name, sql in merges:
-                    if name in missing:
-                        continue
-                    rows = json.dumps(outcome.section.tables[name])
-                    params = {"rows": rows, "replace": replaced, "really": really, "most": most}
-                    found = conn.execute(sql, params).fetchall()
-                    outcome.changes += [(name, row[0], row[1], row[2]) for row in found]
-        except psycopg.Error as error:
-            if conn.broken or conn.pgconn.status != psycopg.pq.ConnStatus.OK:
-                raise
-            whys = [f"the database refuses it: {error.diag.message_primary or error}"]
-            outcome.changes = []
-        outcome.error = clean("; ".join(whys))
-        outcome.applied = not whys
-
-    def heartbeat(self, conn: psycopg.Connection[Any], missing: Mapping[str, str]) -> None:
-        rules, settings = "call_action_rules" in missing, "system_settings" in missing
-        in_use = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)
-        with contextlib.suppress(*in_use), conn.transaction():
-            if not rules and conn.execute(RULES_HEARTBEAT).fetchall():
-                return
-            if not settings:
-                conn.execute(SETTINGS_HEARTBEAT)
-
-    def save(self, conn: psycopg.Connection[Any], outcome: Outcome) -> None:
-        held, times, seconds = outcome.held
-        section = outcome.section
-        params = {
-            "section": section.name,
-            "remarks": json.dumps(outcome.remarks),
-            "skipped": outcome.skipped,
-            "digest": section.digest if outcome.applied else None,
-            "counts": json.dumps(section.counts) if outcome.applied else None,
-            "changed": bool(outcome.changes),
-            "error": outcome.error or None,
-            "held_times": times if held else 0,
-            "held_seconds": seconds if held else 0.0,
-            "held_counts": json.dumps(section.counts) if held else None,
-        }
-        conn.execute(SETTINGS_SAVE, params)
-
-
-def get(
-    frontend: Frontend, path: str, etag: str = "", most: int = ANSWER_MAX, sink: Sink | None = None
-) -> Steps[Answer]:
-    """A page of the settings, or (into the sink) a file; 304 when it is still the ETag's."""
-    headers = {"Accept": "*/*"} if sink else {}
-    if re.fullmatch(r'(?:W/)?"[!#-~]{0,1000}"', etag):
-        headers["If-None-Match"] = etag
-    limit = 10.0
-    if sink is not None:
-        frontend.settings.close()  # a request on a kept connection may be repeated
-        limit += most / AUDIO_RATE
-    request = Outgoing("GET", path, headers, limit, answer_max=most, sink=sink)
-    return frontend.settings.exchange(request)
+def tried(conn: psycopg.Connection[Any], sql: str) -> list[tuple[Any, ...]] | None:
+    """What it finds, in a savepoint of its own; None where a table or a right is missing."""
+    with contextlib.suppress(psycopg.Error), conn.transaction():
+        found = conn.execute(sql)
+        return found.fetchall() if found.description else []
+    return None
 
 
 class Pull:
     """One snapshot: fetched request by request, then applied at once."""
 
-    def __init__(
-        self, config: Config, frontend: Frontend, store: SettingsStore,
-        etags: Mapping[str, str], whole: bool,
-    ) -> None:  # fmt: skip
-        self.config, self.frontend, self.store = config, frontend, store
-        self.etags = etags  # of what stands in the tables; empty: everything is wanted
-        self.whole = whole  # everything is merged, so that what others changed is put back
-        self.began = time.monotonic()
-        self.known = store.known()
-        self.todo = list(SOURCES)
-        self.same: list[str] = []
-        self.bodies: dict[str, bytes] = {}
-        self.found: dict[str, str] = {}
+    def __init__(self, config: Config, frontend: Frontend, tables: Tables) -> None:
+        self.config, self.frontend, self.tables = config, frontend, tables
+        self.sections: dict[str, Section] = {}
 
     def fetch(self) -> Steps[bool]:
         """One request; True when that was the last one. NotNow: the frontend gives none."""
-        name = self.todo[0]
-        etag = self.etags.get(name, "")
-        answer = yield from get(self.frontend, SOURCES[name][0], etag, SETTINGS_MAX)
-        if answer.status == 304 and etag:
-            self.same.append(name)
-        else:
-            settings_answer(name, answer)
-            self.bodies[name], self.found[name] = answer.body, answer.headers.get("etag", "")
-        self.todo.pop(0)
-        if not self.todo and self.bodies and self.same:  # sections point at each other
-            self.todo, self.same, self.etags = self.same, [], {}
-        return not self.todo
+        name = next(name for name in SOURCES if name not in self.sections)
+        path, key, read = SOURCES[name]
+        answer = yield from get(self.frontend, path)
+        self.sections[name] = read(settings_answer(key, answer))
+        return len(self.sections) == len(SOURCES)
 
-    @property
-    def unchanged(self) -> bool:
-        return not self.bodies
+    def apply(self, elapsed: float = 0.0, really: bool = True) -> list[Section]:
+        """Merges all that is not held, in one transaction. (Not really: then nothing stays.)"""
+        with self.tables.session() as conn, conn.transaction() as snapshot:
+            conn.execute(SETTINGS_BOUNDS)
+            known = dict(conn.execute(SETTINGS_KNOWN).fetchall())
+            sections = [self.sections[name] for name in known]
+            for section in sections:
+                section.known = known[section.name]
+                section.there = section.known["counts"]
+                if not section.there:  # it was never applied
+                    [(section.there,)] = tried(conn, SETTINGS_THERE[section.name]) or [({},)]
+            # All that had rows come empty together: nobody wishes that.
+            had = [section for section in sections if any(section.there.values())]
+            lost = bool(had) and not any(any(section.counts.values()) for section in had)
+            for section in sections:
+                section.hold(elapsed, lost)
+                if section.name == "ivr-flows":
+                    fill_flows(section, self._sounds(conn))
+                if not section.held:
+                    self._merge(conn, section)
+                saved = {name: getattr(section, name) for name in ("remarks", "skipped", "held")}
+                saved |= {"counts": section.there, "error": section.error or None}
+                about = {"section": section.name, "changed": bool(section.changes)}
+                conn.execute(SETTINGS_SAVE, about | {"row": json.dumps(saved)})
+            for last in (AUDIO_WANTED, AUDIO_GONE, HEARTBEAT):
+                tried(conn, last)
+            if not really:
+                raise psycopg.Rollback(snapshot)
+        return sections
 
-    @property
-    def pulls(self) -> int:
-        return max(known.pulls for known in self.known.values())
+    def _merge(self, conn: psycopg.Connection[Any], section: Section) -> None:
+        """A section in a savepoint of its own: what cannot be stored leaves it as it was."""
+        params = {"kept": list(section.kept), "replace": self.config.local_numbers == "replace"}
+        changes = []
+        try:
+            with conn.transaction():
+                for name, sql in MERGES[section.name].items():
+                    rows = json.dumps(section.tables[name])
+                    changes += [(name, *row) for row in conn.execute(sql, params | {"rows": rows})]
+                [(section.there,)] = conn.execute(SETTINGS_THERE[section.name])
+            section.changes = changes
+        except psycopg.Error as error:
+            refused = isinstance(error, psycopg.errors.InsufficientPrivilege)
+            why = f"the database refuses it: {error.diag.message_primary or error}"
+            section.error = clean(why + (": run: sudo serversync setup" if refused else ""))
 
-    def _said(self, name: str) -> dict[str, Any]:
-        return settings_answer(name, Answer(status=200, body=self.bodies.pop(name)))
-
-    def _outcome(self, section: Section, missing: Mapping[str, str], elapsed: float) -> Outcome:
-        known = self.known[section.name]
-        tables = [name for name, _ in MERGES[section.name]]
-        if known.digest is None and tables[0] not in missing:
-            known = replace(known, counts=self.store.there(section.name))
-        return Outcome(section, known, hold_on(known, section.counts, elapsed))
-
-    def outcomes(self, missing: Mapping[str, str], elapsed: float) -> list[Outcome]:
-        """What the answers mean. What a held section would change is as if it had not come."""
-        groups, ids = read_groups(self._said("number-groups"))
-        first = self._outcome(groups, missing, elapsed)
-        announcements = read_announcements(self._said("announcements"))
-        second = self._outcome(announcements, missing, elapsed)
-        there = second.held[0] and "announcements" not in missing
-        sounds = self.store.sounds() if there else sounds_of(announcements)
-        rules = read_rules(self._said("call-actions"), None if first.held[0] else ids)
-        flows = read_flows(self._said("ivr-flows"), sounds)
-        return [
-            first,
-            self._outcome(rules, missing, elapsed),
-            second,
-            self._outcome(flows, missing, elapsed),
-        ]
-
-    def apply(self, elapsed: float = 0.0, really: bool = True, most: int = 5) -> list[Outcome]:
-        """Merges what is new, or everything."""
-        missing = self.store.missing()
-        outcomes = self.outcomes(missing, elapsed)
-        replaced = self.config.local_numbers == "replace"
-
-        def work(conn: psycopg.Connection[Any]) -> None:
-            for outcome in outcomes:
-                known = outcome.known
-                new = known.digest != outcome.section.digest or known.error is not None
-                if not outcome.held[0] and (self.whole or new):
-                    self.store.merge(conn, outcome, missing, replaced, really, most)
-                if really:
-                    self.store.save(conn, outcome)
-                if outcome.section.name == "announcements" and outcome.applied and really:
-                    rows = json.dumps(audio_of(outcome.section))
-                    conn.execute(AUDIO_WANTED, {"rows": rows})
-            if really and self.whole:
-                self.store.heartbeat(conn, missing)
-
-        if really:
-            self.store.apply(work, self.pulls)
-        else:
-            with self.store.session() as conn, conn.transaction():
-                work(conn)
-        return outcomes
+    def _sounds(self, conn: psycopg.Connection[Any]) -> Sounds:
+        """As the announcements stand now; where they cannot be read, as they came."""
+        rows, came = tried(conn, SOUNDS_THERE), self.sections["announcements"].rows
+        if rows is not None:
+            return {row[0]: (row[1], row[2]) for row in rows}
+        return {own: (row["audio_file_url"], row["tts_text"]) for own, row in came.items()}
 
 
 # ==================================================================================================
 # Settings pull: the announcements' audio
-# One file a request, streamed beside its place and renamed into it. What the agent did not write it
-# neither overwrites nor deletes.
+# One file at a time, streamed beside its place and renamed into it. What the agent did not write it
+# neither overwrites nor deletes: ours is what has one of our digests.
 # ==================================================================================================
 
-TEMPORARY: Final = ".serversync-"  # in the announcements directory: a file that is not complete
-UNWANTED_SEC: Final = 3600.0
 AUDIO_MAX: Final = 10 * 1024 * 1024
-AUDIO_RATE: Final = 20_000  # bytes a second: less is given up, and tried again later
-
-
+AUDIO_SEC: Final = 524.0  # slower than 20 kB/s is given up, and tried again later
 STRANGER: Final = "a file of this name that we did not write is there"
-
-
-class AudioTrouble(Exception):
-    """This file cannot be stored; says why."""
 
 
 @dataclass(frozen=True)
@@ -5015,225 +4943,140 @@ class AudioFile:
 
     name: str
     version: str
-    fetched: str | None
-    files: list[dict[str, Any]]  # what we put there: signatures, with their digests
-    etag: str | None
+    digests: list[str]  # of what we put there
     tries: int
     unwanted: bool
     wait: float
 
 
-class Download:
-    """The file on its way: written under another name, counted, its digest taken."""
-
-    def __init__(self, folder: int) -> None:
-        self.folder = folder
-        self.name = TEMPORARY + uuid.uuid4().hex
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.fd = os.open(self.name, flags, 0o644, dir_fd=folder)
-        self.size = 0
-        self.head = b""
-        self.digest = hashlib.sha256()
-
-    def take(self, piece: bytes) -> None:
-        if len(self.head) < 12:
-            self.head = (self.head + piece)[:12]
-        self.size += len(piece)
-        self.digest.update(piece)
-        rest = memoryview(piece)
-        try:
-            while rest:
-                rest = rest[os.write(self.fd, rest) :]
-        except OSError as error:
-            raise AudioTrouble(f"it cannot be written: {error.strerror}") from None
-
-    def check(self) -> None:
-        """RIFF….WAVE, and as long as it says of itself."""
-        if self.head[:4] != b"RIFF" or self.head[8:] != b"WAVE" or self.size < 44:
-            raise AudioTrouble("what came is no WAV file")
-        said = int.from_bytes(self.head[4:8], "little") + 8
-        if said > self.size and said < 0x7FFFFF00:  # a recorder into a pipe cannot know
-            raise AudioTrouble(f"what came is cut: {self.size} of {said} bytes")
-
-    def finish(self) -> dict[str, Any]:
-        """On the disk, readable for the backend; its signature."""
-        # The unit's UMask= is 0077, and a file of mode 0600 would void the directory's default ACL.
-        os.fchmod(self.fd, 0o644)
-        os.fsync(self.fd)
-        found = signature("", os.fstat(self.fd)) | {"sha256": self.digest.hexdigest()}
-        return {key: value for key, value in found.items() if key != "name"}
-
-    def close(self) -> None:
-        os.close(self.fd)
-        with contextlib.suppress(OSError):
-            os.unlink(self.name, dir_fd=self.folder)
+def check_audio(file: io.BufferedRandom | io.BufferedReader) -> str:
+    """RIFF….WAVE, and as long as it says of itself; returns its digest."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(12)
+    if head[:4] != b"RIFF" or head[8:] != b"WAVE" or size < 44:
+        raise BadItem("what came is no WAV file")
+    said = int.from_bytes(head[4:8], "little") + 8
+    if said > size and said < 0x7FFFFF00:  # a recorder into a pipe cannot know
+        raise BadItem(f"what came is cut: {size} of {said} bytes")
+    return digest_of(file)
 
 
-class AudioStore:
-    """The announcements directory, by its descriptor."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._swept = False
-
-    @contextlib.contextmanager
-    def folder(self) -> Iterator[int]:
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise AudioTrouble(f"{self.path}: {error.strerror}") from None
-        try:
-            if not self._swept:
-                self._sweep(fd)
-            yield fd
-        except OSError as error:
-            raise AudioTrouble(f"{self.path}: {error.strerror or error}") from None
-        finally:
-            os.close(fd)
-
-    def _sweep(self, folder: int) -> None:
-        """What a kill left behind; not what a command is just fetching."""
-        self._swept = True
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(TEMPORARY) and entry.is_file(follow_symlinks=False):
-                    changed = entry.stat(follow_symlinks=False).st_mtime
-                    if abs(time.time() - changed) > 60:
-                        os.unlink(entry.name, dir_fd=folder)
-
-    @staticmethod
-    def is_ours(folder: int, name: str, files: Sequence[Mapping[str, Any]]) -> bool | None:
-        """Whether what stands there is what we wrote (by inode, size and time, or else by its
-        digest: a restored backup has other inodes); None: nothing stands there."""
-        try:
-            fd = os.open(name, _OPEN_FILE, dir_fd=folder)
-        except FileNotFoundError:
-            return None
-        except OSError:
-            return False  # a link, a directory, not ours to read
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            return False
-        with open(fd, "rb") as file:
-            found = signature("", status)
-            if any(all(known.get(k) == found[k] for k in found if k != "name") for known in files):
-                return True
-            same = {known.get("sha256") for known in files if known.get("size") == status.st_size}
-            return bool(same) and hashlib.file_digest(file, "sha256").hexdigest() in same
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        with self.folder() as folder:
-            there = set(os.listdir(folder))
-        return [name for name in names if name not in there]
-
-    def put(self, folder: int, download: Download, file: AudioFile) -> None:
-        """In its place, at once; over nothing but our own earlier version."""
-        ours = self.is_ours(folder, file.name, file.files)
-        try:
-            if not ours:
-                os.link(download.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)
-        except FileExistsError:
-            raise AudioTrouble(STRANGER) from None
-        except OSError as error:
-            if ours is False or error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
-                raise
-            ours = True  # nothing is there, on a file system without links
-        if ours:
-            os.rename(download.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)
-        os.fsync(folder)
+def digest_of(file: io.BufferedRandom | io.BufferedReader) -> str:
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Audio:
     """Brings and removes the announcements' audio, one file at a time."""
 
-    def __init__(self, frontend: Frontend, store: SettingsStore, path: str) -> None:
-        self.frontend, self.store = frontend, store
-        self.files = AudioStore(path)
+    def __init__(self, frontend: Frontend, tables: Tables, path: str) -> None:
+        # No kept connection: what fails on one is tried again, and would be in the file twice.
+        self.wire = Wire(frontend.config, frontend.settings.process, keep=False)
+        self.tables, self.path = tables, path
 
     def next(self) -> AudioFile | None:
-        rows = self.store.run(AUDIO_NEXT, unwanted=UNWANTED_SEC)
+        there = None
+        with contextlib.suppress(OSError):
+            there = [name.decode(errors="replace") for name in os.listdir(os.fsencode(self.path))]
+        rows = self.tables.run(AUDIO_NEXT, there=there)
         return AudioFile(*rows[0]) if rows else None
 
-    def look(self) -> None:
-        """Files that somebody deleted are fetched again."""
-        names = [row[0] for row in self.store.run(AUDIO_THERE)]
-        if gone := self.files.missing(names):
-            self.store.run(AUDIO_LOST, names=gone)
-
     def handle(self, file: AudioFile) -> Steps[None]:
-        """One file, at most one request. AudioTrouble: this one not; NotNow: none."""
-        with self.files.folder() as folder:
-            if file.unwanted:
-                self._remove(folder, file)
-                return
-            ours = self.files.is_ours(folder, file.name, file.files)
-            if ours is False:
-                raise AudioTrouble(STRANGER)
-            yield from self._fetch(folder, file, bool(ours))
+        """One file, at most one request. BadItem: this one not; NotNow: none."""
+        try:
+            with held(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)) as folder:
+                self._sweep(folder)
+                ours = self.is_ours(folder, file)
+                if file.unwanted:
+                    self._remove(folder, file, bool(ours))
+                elif ours is False:
+                    raise BadItem(STRANGER)
+                else:
+                    yield from self._fetch(folder, file)
+        except OSError as error:
+            raise BadItem(f"{self.path}: {error.strerror or error}") from None
 
     def failed(self, file: AudioFile, reason: str) -> str:
         """It waits; returns why, as it is stored."""
         error = clean(reason)
         wait = backoff(file.tries + 1, 0.5 + random.random() / 2)
-        self.store.run(AUDIO_FAILED, name=file.name, error=error, wait=wait)
+        self.tables.run(AUDIO_FAILED, name=file.name, error=error, wait=wait)
         return error
 
-    def _fetch(self, folder: int, file: AudioFile, there: bool) -> Steps[None]:
-        etag = file.etag if there else None
-        download = Download(folder)
-        try:
-            path = AUDIO_URL + quote(file.name)
-            answer = yield from get(self.frontend, path, etag or "", AUDIO_MAX, download.take)
-            if answer.status == 304 and etag:
-                self._done(file, file.files, etag, "is as it was")
-                return
-            if answer.status != 200 or not answer.complete:
-                self._refuse(answer)
-            download.check()
-            made = download.finish()
-            # Before it is there: a kill between the two must not make a stranger of it, nor of the
-            # one that is there.
-            ours = [*file.files[-9:], made]
-            self.store.run(AUDIO_WRITING, name=file.name, files=json.dumps(ours))
-            self.files.put(folder, download, file)
-            self._done(
-                file, [made], answer.headers.get("etag"), f"fetched ({human(download.size)})"
-            )
-        finally:
-            download.close()
+    def _sweep(self, folder: int) -> None:
+        """What a kill left behind; not what a command is just fetching."""
+        for name in os.listdir(folder):
+            if name.startswith(TEMPORARY):
+                with contextlib.suppress(OSError):  # another's, or a directory
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if abs(time.time() - status.st_mtime) > 60:
+                        os.unlink(name, dir_fd=folder)
 
     @staticmethod
-    def _refuse(answer: Answer) -> NoReturn:
-        if answer.status in (404, 405):
-            raise AudioTrouble(f"the frontend does not have it yet: HTTP {answer.status}")
-        verdict = classify(answer, time.time())
-        if answer.trouble or answer.status in (401, 403, 429, 502, 503, 504):
-            raise NotNow(verdict)
-        raise AudioTrouble(verdict.reason)
+    def is_ours(folder: int, file: AudioFile) -> bool | None:
+        """Whether what stands there is what we wrote; None: nothing stands there."""
+        try:
+            fd = os.open(file.name, _OPEN_FILE, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return False  # a link, not ours to read
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > AUDIO_MAX:
+            os.close(fd)
+            return False
+        with open(fd, "rb") as there:
+            return digest_of(there) in file.digests
 
-    def _done(
-        self, file: AudioFile, files: Sequence[dict[str, Any]], etag: str | None, what: str
-    ) -> None:
-        self.store.run(
-            AUDIO_FETCHED,
-            name=file.name,
-            version=file.version,
-            files=json.dumps(files),
-            etag=etag,
-        )
-        text = f"announcement audio {file.name} {what}"
+    def _fetch(self, folder: int, file: AudioFile) -> Steps[None]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        temporary = TEMPORARY + uuid.uuid4().hex
+        # The unit's UMask= is 0077, and a file of mode 0600 would void the directory's default ACL.
+        fd = os.open(temporary, flags, 0o644, dir_fd=folder)
+        try:
+            with open(fd, "w+b") as copy:
+                os.fchmod(fd, 0o644)
+                size = yield from self._receive(file, copy)
+                digest = check_audio(copy)
+                os.fsync(fd)
+            # Before it is there: a kill between the two must not make a stranger of it, nor of the
+            # one that is there.
+            [(digests,)] = self.tables.run(AUDIO_WRITING, name=file.name, digest=digest)
+            if self.is_ours(folder, replace(file, digests=digests)) is False:
+                raise BadItem(STRANGER)
+            os.rename(temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+            self.tables.run(AUDIO_FETCHED, name=file.name, version=file.version, digest=digest)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+        text = f"announcement audio {file.name} fetched ({human(size)})"
         say(logging.INFO, "audio_fetched", text, FILE=file.name)
 
-    def _remove(self, folder: int, file: AudioFile) -> None:
-        ours = self.files.is_ours(folder, file.name, file.files)
+    def _receive(self, file: AudioFile, copy: io.BufferedRandom) -> Steps[int]:
+        def take(piece: bytes) -> None:
+            try:
+                copy.write(piece)
+            except OSError as error:
+                raise BadItem(f"it cannot be written: {error.strerror}") from None
+
+        path, headers = AUDIO_URL + quote(file.name), {"Accept": "*/*"}
+        request = Outgoing("GET", path, headers, AUDIO_SEC, answer_max=AUDIO_MAX, sink=take)
+        answer = yield from self.wire.exchange(request)
+        if answer.status in (404, 405):
+            raise BadItem(f"the frontend does not have it yet: HTTP {answer.status}")
+        if answer.status != 200 or not answer.complete:
+            raise NotNow(classify(answer, time.time()))
+        return copy.tell()
+
+    def _remove(self, folder: int, file: AudioFile, ours: bool) -> None:
         if ours:
             os.unlink(file.name, dir_fd=folder)
             os.fsync(folder)
-        self.store.run(AUDIO_FORGET, name=file.name)
-        if ours:
             text = f"announcement audio {file.name} removed: unreferenced for an hour"
             say(logging.INFO, "audio_removed", text, FILE=file.name)
+        self.tables.run(AUDIO_FORGET, name=file.name)
 
 
 # ==================================================================================================
@@ -5242,200 +5085,146 @@ class Audio:
 # no outage of the deliveries.
 # ==================================================================================================
 
-WHOLE_SEC: Final = 290.0  # everything is fetched, compared and its heartbeat given: each 5 min
+
+def rest_until(until: float) -> Steps[None]:
+    """All others have their turn; before that time nothing happens here, whoever wakes it."""
+    yield AT_ONCE
+    while until > time.monotonic():
+        yield Wait(until)
 
 
 class Settings(Job):
-    """The pull as a job; a restart may forget what it knows."""
+    """The pull, one request a turn. A restart may forget what it knows."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__()
-        self.agent = agent
-        self.store = SettingsStore(agent.session.session)
+        self.agent, self.tries = agent, 0
         self.trouble: Verdict | None = None
         self.since = 0.0
-        self.held: dict[str, str] = {}
-        self.finished: float | None = None  # the last pull of ours
-        self.reload()
 
     def reload(self) -> None:
-        """A configuration: perhaps of another frontend."""
-        agent = self.agent
-        self.audio = Audio(agent.frontend, self.store, agent.config.announcements_dir)
-        self.pull: Pull | None = None
-        self.etags: dict[str, str] = {}
-        self.tries = self.audio_tries = 0
-        self.due = self.audio_due = 0.0
-        self.whole_at = float("-inf")
-        if not agent.config.frontend_sync_interval_sec:
-            self.trouble, self.held = None, {}
-        self.wake()
+        self.tries = 0
+        self.close()  # another frontend, perhaps
 
-    @property
-    def next_turn(self) -> float:
-        if not self.agent.config.frontend_sync_interval_sec or self.agent.once:
-            return float("inf")
-        return max(min(self.due, self.audio_due), self.agent.health.quiet_until)
-
-    @property
-    def sentence(self) -> str:  # type: ignore[override]
-        said = [f"settings: {name} held back: {why}" for name, why in self.held.items()]
-        if self.trouble is not None:
-            lasted = time.monotonic() - self.since
-            said.append(f"no settings since {lasted:.0f} s: {self.trouble.reason[:100]}")
-        return "; ".join(said)
+    def told(self) -> list[tuple[str, str]]:
+        if self.trouble is None:
+            return []
+        now = time.time()
+        since = clock(now - (time.monotonic() - self.since), now)
+        return [("waiting", f"no settings since {since}: {self.trouble.reason[:100]}")]
 
     def published(self) -> dict[str, object]:
         since = time.time() - (time.monotonic() - self.since)
         trouble = self.trouble and {"code": self.trouble.code, "reason": self.trouble.reason}
-        return {"settings": {"trouble": trouble and trouble | {"since": since}, "held": self.held}}
+        return {"settings": {"trouble": trouble and trouble | {"since": since}}}
 
     def turns(self) -> Steps[None]:
-        """One request a turn. Whatever goes wrong with the settings ends here."""
+        agent, finished = self.agent, 0.0
         while True:
-            while self.next_turn > time.monotonic():
-                yield Wait(self.next_turn)
+            interval = agent.config.frontend_sync_interval_sec
+            if agent.once or not interval:
+                self.trouble = None
+                yield Wait(float("inf"))
+                continue
+            yield from rest_until(agent.health.quiet_until)
+            began, jitter = time.monotonic(), random.random()
+            # What starts or fails together, as after a power cut, does not stay together.
+            apart, wait = jitter * min(interval, 300.0), 0.0
             try:
-                if self.pull is not None or self.due <= time.monotonic():
-                    yield from self._pull()
-                else:
-                    yield from self._audio()
-            except NotNow as why:
-                self._not_now(why.verdict)
-            except (Stopping, Lost):
-                self.pull = None
-                raise
-            except psycopg.Error as error:
-                text = f"the database refuses the settings: {error.diag.message_primary or error}"
-                self._not_now(Verdict(Fate.WAITS, "DATABASE", text))
-            except Exception as error:
-                log.exception("a bug: the settings cannot be handled")
-                text = f"an error of serversync's own: {error!r}"
-                self._not_now(Verdict(Fate.WAITS, "UNKNOWN", text))
-            yield AT_ONCE
+                yield from self.pull(began - finished if finished else 0.0)
+                apart = 0.0 if finished else apart
+                self.tries, finished = 0, began
+            except (NotNow, psycopg.Error) as error:
+                self.tries += 1
+                wait = backoff(self.tries, jitter, self._failed(error))
+            yield from rest_until(began + max(interval + apart, wait))
 
-    def _not_now(self, verdict: Verdict) -> None:
+    def pull(self, elapsed: float) -> Steps[None]:
+        agent = self.agent
+        pull = Pull(agent.config, agent.frontend, agent.session)
+        while not (yield from pull.fetch()):
+            yield from rest_until(agent.health.quiet_until)
+        sections = pull.apply(elapsed)
+        for section in sections:
+            tell(section)
+        agent.store.changed = True  # the sentence says what is held
+        for job in agent.jobs:
+            if isinstance(job, Announcements):
+                job.wake()
+        if self.trouble is not None:
+            lasted = time.monotonic() - self.since
+            say(logging.INFO, "recovered", f"settings: recovered after {lasted:.0f} s")
+            agent.voice.repeats.over("settings")
+            self.trouble = None
+
+    def _failed(self, error: NotNow | psycopg.Error) -> float:
         """Said when it changes; never an outage of the deliveries, nor charged to them."""
-        self.pull = None
-        now = time.monotonic()
-        if verdict.code == "OVERTAKEN":
-            self.due = now
-            return
-        self.tries += 1
-        wait = backoff(self.tries, random.random(), verdict.retry_after or 0.0)
-        self._rest(now, 60.0)
-        self.due = self.audio_due = max(self.due, now + wait)
-        reason = clean(verdict.reason)
+        if not isinstance(error, NotNow):
+            text = f"the database refuses the settings: {error.diag.message_primary or error}"
+            error = NotNow(Verdict(Fate.WAITS, "DATABASE", text))
         if self.trouble is None:
-            self.since = now
-        self.trouble = replace(verdict, reason=reason)
-        text = f"no settings now, the last good ones stay: {reason}"
+            self.since = time.monotonic()
+        self.trouble = verdict = replace(error.verdict, reason=clean(str(error)))
+        text = f"no settings now, the last good ones stay: {verdict.reason}"
         self.agent.voice.repeats.say(
             "settings", verdict.code, logging.WARNING, "settings_failed", text,
             ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
         )  # fmt: skip
+        return verdict.retry_after or 0.0
 
-    def _rest(self, since: float, apart: float) -> None:
-        """The next pull; what began or failed together, as after a power cut, does not stay so."""
-        interval = self.agent.config.frontend_sync_interval_sec
-        self.due = since + interval + random.random() * min(apart, interval)
 
-    # --- the snapshot ---------------------------------------------------------------------------
+class Announcements(Job):
+    """Their audio, a file at a time."""
 
-    def _pull(self) -> Steps[None]:
-        now = time.monotonic()
-        if self.pull is None:
-            config = self.agent.config
-            whole = now - self.whole_at + config.frontend_sync_interval_sec > WHOLE_SEC
-            etags = {} if whole or self.held else self.etags
-            self.pull = Pull(config, self.agent.frontend, self.store, etags, whole)
-        pull = self.pull
-        if not (yield from pull.fetch()):
-            return
-        if self.pull is not pull:  # a reload came between
-            return
-        self.pull = None
-        elapsed = 0.0 if self.finished is None else now - self.finished
-        self._finish(pull, elapsed)
-        self._rest(pull.began, 300.0 if self.finished is None else 0.0)
-        self.tries, self.finished = 0, now
-        self.store.run(AUDIO_AGE, elapsed=elapsed)
-        self.audio_due = 0.0
-        if self.trouble is not None:
-            say(logging.INFO, "recovered", f"settings: recovered after {now - self.since:.0f} s")
-            self.agent.voice.repeats.over("settings")
-            self.trouble = None
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.agent = agent
 
-    def _finish(self, pull: Pull, elapsed: float) -> None:
-        if pull.unchanged:
-            self.store.run(SETTINGS_SAME)
-            return
-        outcomes = pull.apply(elapsed)
-        for outcome in outcomes:
-            self._tell(outcome)
-        well = all(not outcome.error and not outcome.held[0] for outcome in outcomes)
-        tags = {name: etag for name, etag in pull.found.items() if etag}
-        self.etags = tags if well and len(tags) == len(SOURCES) else {}
-        if pull.whole:
-            self.whole_at = pull.began
-            with contextlib.suppress(AudioTrouble):  # said when there is a file to be put there
-                self.audio.look()
+    def reload(self) -> None:
+        self.close()
 
-    def _tell(self, outcome: Outcome) -> None:
-        """What changed with this pull; what is as it was before is not said again."""
-        name, known = outcome.section.name, outcome.known
-        if outcome.changes:
-            text = f"settings: {name} changed: {changes_text(outcome.changes)}"
-            say(logging.INFO, "settings_changed", text, SECTION=name)
-        if outcome.skipped and outcome.remarks != known.remarks:
-            text = f"settings: {name}: {count(outcome.skipped, 'item')} skipped: "
-            say(logging.WARNING, "settings_skipped", text + remarks_text(outcome.remarks),
-                SECTION=name)  # fmt: skip
-        if outcome.error and outcome.error != known.error:
-            text = f"settings: {name} cannot be applied: {outcome.error}"
-            say(logging.WARNING, "settings_failed", text, SECTION=name)
-        self._tell_held(outcome)
+    def turns(self) -> Steps[None]:
+        agent, repeats, tries = self.agent, self.agent.voice.repeats, 0
+        audio = Audio(agent.frontend, agent.session, agent.config.announcement_audio_dir)
+        while True:
+            yield from rest_until(agent.health.quiet_until)
+            on = agent.config.frontend_sync_interval_sec and not agent.once
+            file = audio.next() if on else None
+            if file is None or file.wait > 0:
+                yield Wait(time.monotonic() + file.wait if file else float("inf"))
+                continue
+            about = f"audio {file.name}"
+            try:
+                yield from audio.handle(file)
+                repeats.over(about)
+                tries = 0
+            except (BadItem, NotNow) as why:
+                error = audio.failed(file, str(why))
+                text = f"announcement {about} has to wait: {error}"
+                repeats.say(about, error, logging.WARNING, "audio_failed", text, FILE=file.name)
+                if isinstance(why, NotNow):  # of all files: an outage, a token
+                    tries += 1
+                    wait = backoff(tries, random.random(), why.verdict.retry_after or 1.0)
+                    yield from rest_until(time.monotonic() + wait)
 
-    def _tell_held(self, outcome: Outcome) -> None:
-        name = outcome.section.name
-        was_held = name in self.held or outcome.known.held_counts is not None
-        if outcome.held[0]:
-            why = held_text(outcome.known.counts, outcome.section.counts)
-            self.held[name] = why
-            if not was_held:
-                text = f"settings: {name} held back: {why}; if that is meant: {accept_hint(name)}"
-                say(logging.WARNING, "settings_held", text, SECTION=name)
-        elif was_held:
-            self.held.pop(name, None)
-            text = f"settings: {name} is no longer held back"
-            say(logging.INFO, "recovered", text, SECTION=name)
 
-    # --- its audio ------------------------------------------------------------------------------
-
-    def _audio(self) -> Steps[None]:
-        file = self.audio.next()
-        if file is None or file.wait > 0:
-            wait = self.agent.config.frontend_sync_interval_sec if file is None else file.wait
-            self.audio_due = time.monotonic() + wait
-            return
-        try:
-            yield from self.audio.handle(file)
-            self.audio_tries = 0
-            self.agent.voice.repeats.over(f"audio {file.name}")
-        except AudioTrouble as trouble:
-            self._audio_failed(file, str(trouble))
-        except NotNow as why:  # of all files: an outage, a token
-            self._audio_failed(file, why.verdict.reason)
-            self.audio_tries += 1
-            wait = backoff(self.audio_tries, random.random(), why.verdict.retry_after or 1.0)
-            self.audio_due = time.monotonic() + wait
-
-    def _audio_failed(self, file: AudioFile, reason: str) -> None:
-        error = self.audio.failed(file, reason)
-        text = f"announcement audio {file.name} has to wait: {error}"
-        self.agent.voice.repeats.say(
-            f"audio {file.name}", error, logging.WARNING, "audio_failed", text, FILE=file.name
-        )
+def tell(section: Section) -> None:
+    """What changed with this pull; what is as it was before is not said again."""
+    name, known, about = section.name, section.known, f"settings: {section.name}"
+    if section.changes:
+        text = f"{about} changed: {changes_text(section.changes)}"
+        say(logging.INFO, "settings_changed", text, SECTION=name)
+    if section.skipped and section.remarks != known["remarks"]:
+        text = f"{about}: {count(section.skipped, 'item')} skipped: {remarks_text(section.remarks)}"
+        say(logging.WARNING, "settings_skipped", text, SECTION=name)
+    if section.error and section.error != known["error"]:
+        text = f"{about} cannot be applied: {section.error}"
+        say(logging.WARNING, "settings_failed", text, SECTION=name)
+    if section.held and not known["held"]:
+        text = f"{about} held back: {section.why}; if that is meant: {accept_hint(name)}"
+        say(logging.WARNING, "settings_held", text, SECTION=name)
+    elif known["held"] and not section.held:
+        say(logging.INFO, "recovered", f"{about} is no longer held back", SECTION=name)
 
 
 def changes_text(changes: Sequence[tuple[str, str, int, Sequence[str]]]) -> str:
@@ -5469,7 +5258,7 @@ def accept_hint(name: str) -> str:
 # ==================================================================================================
 
 SCHEMA_MISSING: Final = "the schema serversync is not there: run: sudo serversync setup"
-DESK_LIMIT: Final = 5  # seconds to connect
+CONSOLE_LIMIT: Final = 5  # seconds to connect
 
 # What only people's commands call: made with all the others. (Up to version 2 enqueue was, too.)
 FOR_PEOPLE: Final = """
@@ -5528,12 +5317,31 @@ begin
 end $$;
 alter function %1$I.serversync_enqueue(text, uuid, jsonb, text) owner to %2$I
 """
-ENQUEUE_STATE: Final = f"""
-select exists (
-    select from pg_proc p join pg_class c on (proowner, pronamespace) = (relowner, relnamespace)
-    where c.oid = {OUTBOX} and proname = 'serversync_enqueue')
+# Ours, exactly: another one of the same name may be chosen by a call that casts nothing.
+_ENQUEUES: Final = f"""
+from pg_proc where proname = 'serversync_enqueue' and (
+    replace(oidvectortypes(proargtypes), '"', '') = 'text, uuid, jsonb, text'
+    and (proowner, pronamespace) in (select relowner, relnamespace from pg_class
+                                     where oid = {OUTBOX}))"""
+ENQUEUE_STATE: Final = f"select exists (select {_ENQUEUES})"
+ENQUEUE_OTHERS: Final = f"""
+select format('%s of role %s', oid::regprocedure, pg_get_userbyid(proowner)) {_ENQUEUES} is not true
 """
 OPTIONAL.append(("enqueue", ENQUEUE_STATE, [CREATE_ENQUEUE]))
+BY_HAND: Final = "what was pruned cannot be retried, nothing be enqueued by hand"
+ALL_RIGHTS: Final = "select, insert, update, delete"
+NEEDS.extend([
+    ("sync_outbox", "insert", False, BY_HAND),
+    ("sync_outbox", "usage", False, BY_HAND),
+    ("serversync_keys", ALL_RIGHTS, False, "no entry has an idempotency key"),
+    ("registered_numbers", "select, insert, update", False, "number groups are not applied"),
+    ("call_action_rules", ALL_RIGHTS, False, "call actions are not applied"),
+    ("system_settings", "update (extra), update (updated_at)", False, "defaults are not applied"),
+    ("announcements", ALL_RIGHTS, False, "announcements are not applied"),
+    ("ivr_flows", ALL_RIGHTS, False, "IVR flows are not applied"),
+    ("ivr_nodes", ALL_RIGHTS, False, "IVR flows are not applied"),
+    ("ivr_transitions", ALL_RIGHTS, False, "IVR flows are not applied"),
+])  # fmt: skip
 # The whole of the outbox, the letters and the receipts, in one look. No lock; the partial index of
 # pending entries, the index of receipts by time.
 SURVEY: Final = f"""
@@ -5545,48 +5353,59 @@ select json_build_object(
                    coalesce(json_object_agg(entity_type, n order by entity_type), '{{}}'))
         from (select entity_type, count(*) as n,
                      min(created_at) filter (where isfinite(created_at)) as oldest
-              from sync_outbox where processed_at is null group by 1) t)::jsonb
-        || (select jsonb_build_object('waiting', coalesce(sum(n), 0),
-                       'reasons', coalesce(jsonb_object_agg(code, n), '{{}}'))
-            from (select w.code, count(*) as n
-                  from serversync.waiting w
-                  join sync_outbox o on o.id = w.outbox_id and o.entity_id = w.entity_id
-                                    and o.processed_at is null
-                  group by 1) w),
+              from sync_outbox where processed_at is null group by 1) t),
     'recordings', (
         select json_build_object('waiting', count(*),
                    'waiting_bytes', sum(serversync.file_size(coalesce(serversync.to_uuid(coalesce(
                        o.payload->>'recordingId', o.payload->>'recording_id')), o.entity_id))),
-                   'deletions_waiting', (select count(*) from serversync.uploads),
-                   'deletions_failed', (select count(*) from serversync.uploads where tries > 0))
+                   'deletions_waiting', (select count(*) from serversync.uploads))
         from sync_outbox o
         where {PENDING_FILE} and {READABLE}),
+    'deliveries', (
+        select json_object_agg(name, d)
+        from (values ('hour', interval '1 hour'), ('day', '1 day')) spans (name, long)
+        cross join lateral (
+            select coalesce(sum(entries) filter (where kind = 'entries'), 0) as entries,
+                   coalesce(sum(entries) filter (where kind = 'file'), 0) as files,
+                   coalesce(sum(bytes), 0) as bytes
+            from serversync.deliveries where started_at > now() - long) d))
+"""
+# What health is told by: what waits, by its code, and which of it is tried first; what needs a
+# person; what the last minute of deliveries delivered. No lock; indexes, but for the letters.
+HEALTH: Final = f"""
+select json_build_object(
+    'reasons', (
+        select coalesce(json_object_agg(code, n order by code), '{{}}')
+        from (select code, count(*) as n from serversync.waiting w where {HAS_ENTRY} group by 1) c),
+    'first', (
+        select json_build_object('why', left(reason, 200),
+                                 'at', extract(epoch from next_attempt_at)::float8)
+        from serversync.waiting w
+        where code <> all ('{{WAITS_FOR,NOT_READY}}') and isfinite(next_attempt_at) and {HAS_ENTRY}
+        order by next_attempt_at limit 1),
     'dead_letters', (
         select json_object_agg(s.status, coalesce(d.n, 0))
         from unnest('{{PENDING,RETRYING,RESOLVED,DEAD}}'::text[]) s(status)
         left join (select status, count(*) as n from serversync.dead_letters group by 1) d
             using (status)),
-    'deliveries', (
+    'deletions_failed', (select count(*) from serversync.uploads where tries > 0),
+    'held', (
+        select coalesce(json_object_agg(section, array[counts, held -> 'counts']), '{{}}')
+        from serversync.settings where held <> '{{}}'),
+    'last', (
         select json_build_object(
-            'last_success_at', (select started_at + duration_ms * interval '1 ms'
-                                from serversync.deliveries order by id desc limit 1),
-            'hour', json_build_object(
-                'entries', coalesce(sum(entries) filter (where recent and kind = 'entries'), 0),
-                'files', coalesce(sum(entries) filter (where recent and kind = 'file'), 0),
-                'bytes', coalesce(sum(bytes) filter (where recent), 0)),
-            'day', json_build_object(
-                'entries', coalesce(sum(entries) filter (where kind = 'entries'), 0),
-                'files', coalesce(sum(entries) filter (where kind = 'file'), 0),
-                'bytes', coalesce(sum(bytes), 0)))
-        from (select *, started_at > now() - interval '1 hour' as recent
-              from serversync.deliveries where started_at > now() - interval '1 day') d))
+            'entries', coalesce(sum(entries) filter (where kind = 'entries'), 0),
+            'files', coalesce(sum(entries) filter (where kind = 'file'), 0),
+            'at', max(started_at + duration_ms * interval '1 ms'))
+        from serversync.deliveries
+        where started_at > (select max(started_at) from serversync.deliveries) - interval '1 min'
+        having count(*) > 0))
 """
 # Whether anybody holds the sender's lock.
 IS_LOCKED: Final = """
-select exists (
-    select from pg_locks l join pg_database b on b.oid = l.database
-    where l.locktype = 'advisory' and l.granted and b.datname = current_database()
-      and (l.classid::bigint << 32 | l.objid::bigint) = %(key)s)
+select min(pid) from pg_locks l join pg_database b on b.oid = l.database
+where l.locktype = 'advisory' and l.granted and b.datname = current_database()
+  and (l.classid::bigint << 32 | l.objid::bigint) = %(key)s
 """
 # Quarters of an hour of the last day: what was delivered, and how much was left at the end of each.
 # Only rows that were there then are read: from the lowest id that a receipt of that day names.
@@ -5625,15 +5444,19 @@ SETTINGS_VIEW: Final = """
 select json_build_object(
     'sections', (
         select json_agg(json_build_object('section', section, 'items', counts,
-                   'skipped', skipped, 'remarks', remarks, 'held', held_counts,
-                   'held_times', held_times, 'held_seconds', held_seconds, 'error', error,
-                   'pulled_at', pulled_at, 'changed_at', changed_at) order by position)
+                   'skipped', skipped, 'remarks', remarks, 'held', held -> 'counts', 'error', error,
+                   'held_times', coalesce((held -> 'times')::int, 0), 'held_seconds',
+                   coalesce((held -> 'seconds')::float8, 0), 'pulled_at', pulled_at,
+                   'changed_at', changed_at) order by position)
         from serversync.settings),
+    'pulled_at', (select max(pulled_at) from serversync.settings),
+    'items', (
+        select coalesce(json_object_agg(key, value order by position), '{}')
+        from serversync.settings, jsonb_each(counts) where pulled_at is not null),
     'audio', (
         select json_build_object(
-            'files', count(*) filter (where fetched is not null and unwanted is null),
-            'waiting', count(*) filter (where unwanted is null
-                                          and fetched is distinct from version),
+            'files', count(*) filter (where fetched is not null and not unwanted),
+            'waiting', count(*) filter (where not unwanted and fetched is distinct from version),
             'problems', coalesce(json_object_agg(name, error order by name)
                                      filter (where error is not null and n <= 20), '{}'))
         from (select *, row_number() over (partition by error is null order by name) as n
@@ -5641,29 +5464,65 @@ select json_build_object(
 """
 COUNTERS: Final = "select name, label, value from serversync.counters"
 TOPICS: Final = """
-select original_topic, count(*), count(*) filter (where status = 'PENDING'),
-       count(*) filter (where status = 'RETRYING'), count(*) filter (where status = 'RESOLVED'),
-       count(*) filter (where status = 'DEAD')
-from serversync.dead_letters group by 1 order by 1
+select json_build_object('topic', original_topic, 'total', count(*),
+           'pending', count(*) filter (where status = 'PENDING'),
+           'retrying', count(*) filter (where status = 'RETRYING'),
+           'resolved', count(*) filter (where status = 'RESOLVED'),
+           'dead', count(*) filter (where status = 'DEAD'))
+from serversync.dead_letters group by original_topic order by original_topic
 """
 # A page of letters, newest first; or one by its id. A large payload is not shown whole.
 LETTERS: Final = """
-select id::text, original_topic, error_message, retry_count, max_retries,
-       case when bytes <= %(most)s then text end, status, created_at, updated_at, last_retry_at,
-       outbox_id, entity_id::text, error_code, http_status, attempts, bytes
+select json_build_object('id', id, 'original_topic', original_topic, 'error_message', error_message,
+           'retry_count', retry_count, 'max_retries', max_retries,
+           'payload', case when bytes <= %(most)s then text end, 'status', status,
+           'created_at', created_at, 'updated_at', updated_at, 'last_retry_at', last_retry_at,
+           'outbox_id', outbox_id, 'entity_id', entity_id, 'error_code', error_code,
+           'http_status', http_status, 'attempts', attempts, 'payload_bytes', bytes)
 from (select * from serversync.dead_letters
       where (%(topic)s::text is null or original_topic = %(topic)s)
         and (%(id)s::uuid is null or id = %(id)s::uuid)
+        and (%(resolved)s or status <> 'RESOLVED')
       order by created_at desc, id limit %(size)s offset %(skip)s) d
 cross join lateral (  -- of what PostgreSQL cannot write out, only the size on its disk
     select case when error_code <> 'ENTRY_UNREADABLE' then payload::text end as text) t
 cross join lateral (select coalesce(octet_length(text), pg_column_size(payload)) as bytes) b
 order by created_at desc, id
 """
-LETTER_COUNT: Final = """
-select count(*) from serversync.dead_letters
-where %(topic)s::text is null or original_topic = %(topic)s
+# What they have in common, where they are many.
+LETTERS_BY_CODE: Final = """
+select error_code, original_topic, count(*)
+from serversync.dead_letters
+where (%(topic)s::text is null or original_topic = %(topic)s)
+  and (%(resolved)s or status <> 'RESOLVED')
+group by 1, 2 order by 3 desc, 1, 2 limit 20
 """
+# Those that may be meant: by the seq that the journal shows, or by the beginning of the id.
+LETTERS_NAMED: Final = """
+select id::text, outbox_id from serversync.dead_letters
+where outbox_id::text = %(name)s::text
+   or (starts_with(id::text, %(name)s::text) and length(%(name)s::text) >= 4)
+order by outbox_id limit 5
+"""
+HAS_TYPE: Final = "select 1 from sync_outbox where entity_type = %(topic)s limit 1"
+# One that is a dead letter itself overtakes nothing.
+NOT_GIVEN_UP: Final = """not exists (
+          select from serversync.dead_letters d
+          where d.outbox_id = o.id and d.entity_id = o.entity_id
+            and d.status in ('PENDING', 'DEAD'))"""
+# For those that are picked, to go out again, the latest entry of the same entity behind them.
+NEWER: Final = f"""newer as (
+    select p.seq, max(o.id) as newest
+    from picked p
+    join sync_outbox o on o.entity_id = p.entity_id and o.entity_type = p.entity_type
+                      and o.id > p.seq
+    where o.id > (select min(seq) from picked)
+      and {NOT_GIVEN_UP}
+    group by 1
+)"""
+# What was processed before it may be gone.
+PRUNED: Final = """to_timestamp(
+    coalesce((select value from serversync.counters where name = 'pruned_until'), 0))"""
 # Where the planner takes thousands of rows for one, it would look for newer entries row by row.
 NO_LOOPS: Final = "set enable_nestloop = off"
 # Letters that a person wants to send again, with what speaks against it. The rows are locked: two
@@ -5672,30 +5531,18 @@ NO_LOOPS: Final = "set enable_nestloop = off"
 #             a dead letter itself
 #   unknown   so old that a later one may have been pruned
 #   taken     its id belongs to another entry (the table was emptied, and counted from 1 again)
-JUDGE_LETTERS: Final = """
+JUDGE_LETTERS: Final = f"""
 with picked as materialized (
-    select * from serversync.dead_letters
+    select *, outbox_id as seq, original_topic as entity_type from serversync.dead_letters
     where (%(ids)s::uuid[] is null or id = any (%(ids)s::uuid[]))
       and (%(topic)s::text is null or original_topic = %(topic)s)
       and (%(ids)s::uuid[] is not null or status in ('PENDING', 'DEAD'))
       and outbox_id > %(after)s
     order by outbox_id limit 5000 for update
-), newer as (
-    select p.id, max(o.id) as seq
-    from picked p
-    join sync_outbox o on o.entity_id = p.entity_id and o.entity_type = p.original_topic
-                      and o.id > p.outbox_id
-    where o.id > (select min(outbox_id) from picked)
-      and not exists (select from serversync.dead_letters d
-                      where d.outbox_id = o.id and d.entity_id = o.entity_id
-                        and d.status in ('PENDING', 'DEAD'))
-    group by 1
-)
-select p.id::text, p.outbox_id, p.status, p.retry_count, p.max_retries, n.seq,
-       p.created_at < to_timestamp(coalesce((select value from serversync.counters
-                                             where name = 'pruned_until'), 0)),
-       exists (select from sync_outbox o where o.id = p.outbox_id and o.entity_id <> p.entity_id)
-from picked p left join newer n using (id) order by p.outbox_id
+), {NEWER}
+select p.id::text, seq, p.status, p.retry_count, p.max_retries, n.newest, p.created_at < {PRUNED},
+       exists (select from sync_outbox o where o.id = seq and o.entity_id <> p.entity_id)
+from picked p left join newer n using (seq) order by seq
 """
 # Back into the queue under the old id; a row that was pruned is written anew.
 REVIVE: Final = """
@@ -5715,7 +5562,7 @@ where l.outbox_id not in (select id from revived)
 """
 # What is newer than an entry that was just put back, and was delivered while that was decided: it
 # is sent once more, behind the older one, which must not have the last word.
-SEND_LAST: Final = """
+SEND_LAST: Final = f"""
 with old as (
     select entity_type, entity_id, min(id) as id from sync_outbox
     where id = any (%(seqs)s::bigint[]) group by 1, 2
@@ -5723,9 +5570,7 @@ with old as (
     select o.id, o.processed_at from sync_outbox o join old using (entity_type, entity_id)
     where o.id > old.id and o.id <> all (%(seqs)s::bigint[])
       and (o.processed_at is null or o.processed_at >= %(began)s::timestamptz)
-      and not exists (select from serversync.dead_letters d
-                      where d.outbox_id = o.id and d.entity_id = o.entity_id
-                        and d.status in ('PENDING', 'DEAD'))
+      and {NOT_GIVEN_UP}
 ), again as (
     update sync_outbox o set processed_at = null from newer n
     where o.id = n.id and o.processed_at is not null returning o.id
@@ -5748,14 +5593,14 @@ with letter as (
 select outbox_id, original_topic, status from letter
 """
 # Sends what was sent again: a chunk of rows, judged and (where wanted) put back into the queue.
-REPLAY: Final = """
+REPLAY: Final = f"""
 with calls as materialized (
     select serversync.to_uuid(%(call)s::text) as call
     union all select entity_id from sync_outbox
     where entity_type = 'call_log'
       and %(call)s::text in (payload->>'sipCallId', payload->>'externalCallId')
 ), picked as materialized (
-    select id, entity_type, entity_id, processed_at,
+    select id as seq, entity_type, entity_id, processed_at,
            serversync.to_uuid(coalesce(payload->>'recordingId', payload->>'recording_id',
                                        entity_id::text)) as recording
     from sync_outbox
@@ -5767,45 +5612,36 @@ with calls as materialized (
            or entity_id in (select call from calls)
            or serversync.call_of(payload) in (select call from calls))
     order by id limit 10000
-), newer as (
-    select distinct p.id
-    from picked p
-    join sync_outbox o on o.entity_id = p.entity_id and o.entity_type = p.entity_type
-                      and o.id > p.id
-    where o.id > (select min(id) from picked)
-      and not exists (select from serversync.dead_letters d
-                      where d.outbox_id = o.id and d.entity_id = o.entity_id
-                        and d.status in ('PENDING', 'DEAD'))
-), judged as materialized (
-    select p.id, case
+), {NEWER}, judged as materialized (
+    select seq, case
         when p.processed_at is null then 'pending'
         when exists (select from serversync.dead_letters d
-                     where d.outbox_id = p.id and d.entity_id = p.entity_id
+                     where d.outbox_id = seq and d.entity_id = p.entity_id
                        and d.status <> 'RESOLVED') then 'letter'
         when p.entity_type = 'recording_file' and (
              serversync.uploaded(p.recording) is not null
              or exists (select from serversync.deliveries d where d.entity_id = p.recording))
              then 'delivered'
         when %(force)s then 'again'
-        when n.id is not null then 'overtaken'
-        when p.processed_at < to_timestamp(coalesce((select value from serversync.counters
-                                                     where name = 'pruned_until'), 0))
-             then 'unknown'
+        when newest is not null then 'overtaken'
+        when p.processed_at < {PRUNED} then 'unknown'
         else 'again' end as verdict
-    from picked p left join newer n using (id)
+    from picked p left join newer using (seq)
 ), revived as (
     update sync_outbox o set processed_at = null from judged j
-    where %(really)s and j.verdict = 'again' and o.id = j.id and o.processed_at is not null
+    where %(yes)s and j.verdict = 'again' and o.id = j.seq and o.processed_at is not null
     returning o.id
 )
-select verdict, count(*), max(id), array_agg(id) from judged group by 1
+select verdict, count(*), max(seq), array_agg(seq) from judged group by 1
 """
 PRUNABLE: Final = """
 select count(*) from sync_outbox
 where processed_at < now() - %(days)s::float8 * interval '1 day'
+  and entity_type <> all (%(keep)s::text[])
 """
 ENQUEUE: Final = """
-select serversync_enqueue(%(type)s::text, %(id)s::uuid, %(payload)s::jsonb, %(key)s::text)
+select serversync_enqueue(%(type)s::text, %(id)s::uuid, %(payload)s::jsonb,
+                          %(idempotency_key)s::text)
 """
 
 
@@ -5825,44 +5661,63 @@ def as_root() -> str:
     return shlex.join(["sudo", "serversync", *sys.argv[1:]])
 
 
+def psql(conn: psycopg.Connection[Any], sql: str, *names: str, user: str = "") -> str:
+    """A line to paste: this SQL, with these names, as our role, so that what it has put in the way
+    is run by nobody else; what a superuser must do names no more than catalogs. (The database's
+    name is written as a connection string: else one that looks like one would be one.)"""
+    named = psycopg.sql.SQL(sql).format(*map(psycopg.sql.Identifier, names)).as_string(conn)
+    keys = ("host", "port") if user else ("host", "port", "user")
+    where = {key: value for key, value in conn.info.get_parameters().items() if key in keys}
+    if user and is_loopback(where.get("host", "")):
+        del where["host"]  # the Unix socket knows who it is
+    url = make_conninfo(**where, dbname=conn.info.dbname)
+    who = user or f"#{os.geteuid()}"  # as sudo takes it, where there is no name, in a container
+    with contextlib.suppress(KeyError):
+        who = user or pwd.getpwuid(os.geteuid()).pw_name
+    return shlex.join(["sudo", "-u", who, "psql", "-d", url, "-c", named])
+
+
 def not_there(error: psycopg.Error) -> Unavailable:
     """A connection that could not be made; whom the database does not know it may know as root."""
-    stranger = os.geteuid() != 0 and re.search(r'authentication failed|role "', str(error))
-    hint = f": run: {as_root()}" if stranger else ""
-    return Unavailable(f"the database is not there: {str(error).strip()}{hint}")
+    text, hint = str(error).strip(), ""
+    if os.geteuid() != 0 and re.search(r'authentication failed|role "', text):
+        user = service_user(os.environ)
+        hint = f": run: {as_root()}"
+        if user and user.pw_uid == os.geteuid():  # root has become it: that would end here again
+            hint = f": run: {MEND}" if "does not exist" in text else ""
+    return Unavailable(f"the database is not there: {text}{hint}")
 
 
-class Desk:
+class Console:
     """A person's connection: short, without the lock."""
 
     def __init__(self, config: Config, name: str) -> None:
-        self._silence: threading.Timer | None = None
+        self._silence = threading.Timer(DB_DEADLINE, int)  # none yet
         # For the requests of the agent's that are settled: an entry's, and an empty one.
         self.patience = 2 * config.timeout_sec + 1
         try:
             self.conn = psycopg.connect(
                 config.database_url,
                 autocommit=True,
-                connect_timeout=DESK_LIMIT,
+                connect_timeout=CONSOLE_LIMIT,
                 tcp_user_timeout=20_000,
                 client_encoding="UTF8",
                 application_name=f"serversync {name}",
             )
-            self._listen_for(DB_DEADLINE)
+            self.psql = partial(psql, self.conn)
+            self._set_deadline()
             self.conn.execute(SESSION)
             self.conn.execute("set lock_timeout = '5s'")  # a person waits where the agent goes on
         except psycopg.Error as error:
-            if self._silence is not None:
-                self._silence.cancel()
-                self.conn.close()
+            if hasattr(self, "conn"):
+                self.__exit__()
             raise not_there(error) from None
 
-    def _listen_for(self, seconds: float) -> None:
+    def _set_deadline(self) -> None:
         """No statement waits longer for a server that is silent: statement_timeout is the server's,
         and tcp_user_timeout only sees a dead line. (A thread: signals are the main thread's.)"""
-        if self._silence is not None:
-            self._silence.cancel()
-        self._silence = threading.Timer(seconds, shut_socket, (self.conn.fileno(),))
+        self._silence.cancel()
+        self._silence = threading.Timer(DB_DEADLINE, shut_socket, (self.conn.fileno(),))
         self._silence.daemon = True
         self._silence.start()
 
@@ -5877,18 +5732,10 @@ class Desk:
                 raise
             raise Unavailable(f"the database does not answer: {error}") from None
 
-    def pages(self, sql: str, /, **params: Any) -> Iterator[tuple[Any, ...]]:
-        """The rows of a result that may be long: the server keeps it, and we read it in pages."""
-        with self.session() as conn, conn.transaction(), conn.cursor("pages") as rows:
-            rows.execute(sql, params)
-            while page := rows.fetchmany(1000):
-                self._listen_for(DB_DEADLINE)
-                yield from page
-
     @contextlib.contextmanager
     def session(self) -> Iterator[psycopg.Connection[Any]]:
         """The connection for several statements."""
-        self._listen_for(DB_DEADLINE)
+        self._set_deadline()
         try:
             yield self.conn
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
@@ -5896,32 +5743,136 @@ class Desk:
             raise Unavailable(missing) from None
         except psycopg.errors.InsufficientPrivilege as error:
             raise Unfit(f"{error.diag.message_primary}: run: sudo serversync setup") from None
-        finally:
-            self._relax()
+        finally:  # between two statements silence is no fault; in a transaction a COMMIT follows
+            if not self.conn.info.transaction_status:
+                self._silence.cancel()
 
-    def _relax(self) -> None:
-        """Between two statements silence is no fault; within a transaction a COMMIT follows."""
-        if self._silence is not None and not self.conn.info.transaction_status:
-            self._silence.cancel()
-
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> Console:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
+        self._silence.cancel()
         self.conn.close()
 
 
 # --- looking --------------------------------------------------------------------------------------
 
 
+# Of all that is told the worst decides, and stands first.
+STATES: Final = ("stopped", "outage", "person", "waiting", "busy", "good")
+PATIENT: Final = ("WAITS_FOR", "NOT_READY")  # these did not fail
+CORRUPT_CODES: Final = ("ROW_CORRUPT", "SESSION_LOST")  # nobody but a person can mend these
+
+
+def outages_told(
+    outages: Iterable[Mapping[str, Any]], now: float
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """One for each reason: mostly it is the same for both endpoints."""
+    same: dict[str, list[Mapping[str, Any]]] = {}
+    for outage in outages:
+        same.setdefault(outage["reason"], []).append(outage)
+    for reason, those in same.items():
+        endpoint = those[0]["endpoint"]
+        named = {"entries": "no entry", "files": "no recording"}
+        what = named.get(endpoint, f"nothing by {endpoint}")
+        what = "nothing" if len(those) > 1 else what
+        times = (min(each[key] for each in those) for key in ("since", "next_try_at"))
+        since, due = (datetime.fromisoformat(at).timestamp() for at in times)
+        text = f"{what} gets through since {clock(since, now)}: {reason[:200]}"
+        yield f"{text}; next try {clock(max(due, now), now)}", those[0]
+
+
+def health_of(
+    found: Mapping[str, Any] | None, outages: Iterable[Mapping[str, Any]],
+    others: Iterable[tuple[str, str]], now: float, pending: int = 0,
+) -> dict[str, str]:  # fmt: skip
+    """Is all through that should be, and if not, why? By what HEALTH found (None: nobody knows),
+    the outages, and what else there is to tell, with its state. The sentence is the same wherever
+    people see one."""
+    told = [*others, *(("outage", text) for text, _ in outages_told(outages, now))]
+    if found is not None:
+        codes, stay = found["reasons"], count(found["deletions_failed"], "uploaded recording")
+        corrupt = sum(codes.get(code, 0) for code in CORRUPT_CODES)
+        letters_ = open_letters(found)
+        told += [("person", needs_you(letters_, "dead letter"))] if letters_ else []
+        told += [("person", needs_you(corrupt, "corrupt row"))] if corrupt else []
+        told += [("person", f"{stay} cannot be deleted")] if found["deletions_failed"] else []
+        for name, counts in found["held"].items():
+            told.append(("person", f"settings: {name} held back: {held_text(*counts)}"))
+        if all(state != "outage" for state, _ in told):  # else it is that for which they wait
+            rows = sum(codes.values()) - corrupt
+            retrying = rows - sum(codes.get(code, 0) for code in PATIENT)
+            told += waits_told(max(pending - corrupt, rows) - retrying, retrying, found, now)
+        told = told or [("good", delivered(found["last"], now))]
+    told.sort(key=lambda each: STATES.index(each[0]))
+    sentence = "; ".join(text for _, text in told)[:600]
+    return {"state": told[0][0] if told else "busy", "sentence": sentence or "starting"}
+
+
+def open_letters(found: Mapping[str, Any]) -> int:
+    """Those about which a person has to decide."""
+    return int(found["dead_letters"]["PENDING"] + found["dead_letters"]["DEAD"])
+
+
+def needs_you(number: int, what: str) -> str:
+    return f"{count(number, what)} {'needs' if number == 1 else 'need'} you"
+
+
+def waits_told(
+    waiting: int, retrying: int, found: Mapping[str, Any], now: float
+) -> Iterator[tuple[str, str]]:
+    parts = [f"{waiting} waiting"] if waiting else []
+    if retrying:
+        first = found["first"] or {"why": "it failed", "at": now}
+        text = f"{retrying} retrying: {first['why']}"
+        parts.append(f"{text}; next try {clock(max(first['at'], now), now)}")
+    if parts:
+        yield "waiting" if retrying else "busy", ", ".join(parts)
+
+
+def delivered(last: Mapping[str, Any] | None, now: float) -> str:
+    if last is None:
+        return "all delivered; nothing was sent yet"
+    parts = [count(last["entries"], "entry", "entries")] if last["entries"] else []
+    parts += [count(last["files"], "recording")] if last["files"] else []
+    at = clock(datetime.fromisoformat(last["at"]).timestamp(), now)
+    return f"all delivered; last: {' and '.join(parts)} at {at}"
+
+
 class StateFile:
-    """/run/serversync/state.json, for those who look from outside."""
+    """What the agent says of itself: the unit's status, and /run/serversync/state.json for those
+    who look from outside."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
         self.started = time.monotonic()
+        self.found: Mapping[str, Any] | None = None
+        self.look_at = 0.0
+        self.sentence = ""
+
+    def show(
+        self, told: Sequence[tuple[str, str]], outages: Sequence[Mapping[str, Any]],
+        look: Callable[[str], list[tuple[Any, ...]]] | None = None, changed: bool = False,
+        **state: object,
+    ) -> str:  # fmt: skip
+        """Returns the sentence. `look` asks the database anew; with very much that waits this takes
+        a tenth of the time at most. What needs a person may be mended without the agent."""
+        began = time.monotonic()
+        found = self.found
+        person = found and (open_letters(found) or found["deletions_failed"] or found["held"])
+        if look is not None and (changed or not found or person) and began >= self.look_at:
+            with contextlib.suppress(psycopg.Error):  # somebody has locked a table: as it was
+                self.found = look(HEALTH)[0][0]
+            took = time.monotonic() - began
+            self.look_at = began + (SHARE * took if took > 0.1 else 0.0)
+        seen = [*map(outage_seen, outages)]
+        sentence = clean(health_of(self.found, seen, told, time.time())["sentence"])
+        if sentence != self.sentence:
+            self.sentence = sentence
+            daemon.notify(f"STATUS={sentence}")
+            say(logging.DEBUG, "cycle", sentence)
+        self.write(sentence=sentence, told=told, outages=outages, **state)
+        return sentence
 
     def write(self, **state: object) -> None:
         if not self.directory:
@@ -5936,147 +5887,167 @@ class StateFile:
             os.replace(f"{path}.new", path)
 
 
-def state_path(environ: Mapping[str, str]) -> str:
-    directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or "/run/serversync"
-    return os.path.join(directory, "state.json")
-
-
-# What the state file may hold; another shape is another version's, or nobody's.
-_TIME: Final = (int, float)
-_PROGRESS: Final = {
-    "upload": {"kind": str, "seq": int, "bytes": int, "size": int, "seconds": _TIME},
-    "drain": {"kind": str, "entries": int, "seconds": _TIME},
-}
-_STATE: Final[dict[str, Any]] = {
-    "pid": int, "since": _TIME, "at": _TIME, "sentence": str, "standby": bool, "listening": bool,
-    "inflight": int, "outages": list, "progress": (dict, NoneType),
-}  # fmt: skip
-_SETTINGS: Final = {"trouble": (dict, NoneType), "held": dict}
-_TROUBLE: Final = {"code": str, "reason": str, "since": _TIME}
-_OUTAGE: Final = {"endpoint": str, "code": str, "reason": str, "since": _TIME, "due": _TIME}
-
-
-def is_like(value: Any, shape: Mapping[str, Any]) -> bool:
-    """Has these keys, each of its kind; numbers are such as a clock or a counter shows."""
-    if not isinstance(value, dict) or not shape.keys() <= value.keys():
-        return False
-    return all(
-        isinstance(value[key], kind)
-        and (not isinstance(value[key], _TIME) or -1e9 < value[key] < 2e11)
-        for key, kind in shape.items()
-    )
-
-
-def is_state(state: Any) -> bool:
-    if not is_like(state, _STATE):
-        return False
-    progress, settings = state["progress"], state.get("settings")
-    kind = str((progress or {}).get("kind"))
-    return (
-        all(is_like(outage, _OUTAGE) for outage in state["outages"])
-        and (not progress or (kind in _PROGRESS and is_like(progress, _PROGRESS[kind])))
-        and (settings is None or is_like(settings, _SETTINGS))
-        and (not settings or not settings["trouble"] or is_like(settings["trouble"], _TROUBLE))
-    )
-
-
 def read_state(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What the running agent says of itself; None where there is none."""
+    """What the running agent says of itself, and whose word that is; None where there is none."""
+    directory = environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or "/run/serversync"
     try:
-        fd = os.open(state_path(environ), _OPEN_FILE)
+        fd = os.open(os.path.join(directory, "state.json"), _OPEN_FILE)
         with open(fd, encoding="utf-8") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 return None
-            state = json.loads(file.read(1 << 20))
-        if not is_state(state) or not state["pid"]:
-            return None
+            state = json.loads(file.read(1 << 20), parse_constant=int)  # which refuses NaN
         with contextlib.suppress(PermissionError):  # another's: it is there
             os.kill(state["pid"], 0)  # /proc may hide it: the admin unit's own does
-        return dict(state)
-    except (OSError, ValueError, RecursionError, OverflowError):
+        return {**state, "owner": status.st_uid} if state["pid"] else None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, OverflowError):
         return None
 
 
-def survey(config: Config, environ: Mapping[str, str]) -> dict[str, Any]:
-    """All there is to see, of the database, the agent's state file and the disk."""
-    state = read_state(environ)
-    seen: dict[str, Any] = {"outbox": None, "recordings": {}, "dead_letters": None}
-    seen |= {"deliveries": None, "locked": False, "settings": {"sections": [], "audio": None}}
-    error = None
-    try:
-        with Desk(config, "status") as desk:
-            seen |= desk.run(SURVEY)[0][0]
-            seen["locked"] = desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]
-            seen["settings"] = desk.run(SETTINGS_VIEW)[0][0]
-    except (Unavailable, psycopg.Error) as met:
-        error = clean(" ".join(str(met).split()))
-    state = state or {}
-    # Elsewhere: the lock is held, but by none that we see. Perhaps of another machine.
-    kind = "standby" if state.get("standby") else "running"
-    return {
+def survey(
+    config: Config, environ: Mapping[str, str], counts: dict[tuple[str, str], float] | None = None,
+    mistakes: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """All there is to see, of the database, the agent's state file and the disk. The counters, of
+    which only the metrics tell, go where `counts` is."""
+    state, disk = read_state(environ), disk_of(config.recordings_dir)
+    unknown = dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight"))
+    view: dict[str, Any] = {
         "version": __version__,
         "device": config.device_id,
+        "host": socket.gethostname(),
         "at": iso(time.time()),
+        "utc_offset": time.localtime().tm_gmtoff,  # of the times of day in the sentence
         "frontend": config.frontend_base_url,
-        "agent": {
-            "state": kind if state else "elsewhere" if seen["locked"] else "stopped",
-            "pid": state.get("pid"),
-            "since": iso(state.get("since")),
-            "sentence": state.get("sentence"),
-            "seen_at": iso(state.get("at")),
-            "inflight": state.get("inflight"),
-        },
-        "database": {"ok": error is None, "error": error},
-        "outbox": seen["outbox"],
-        "recordings": seen["recordings"] | disk_of(config.recordings_dir),
-        "outages": [
-            {key: outage[key] for key in ("endpoint", "code", "reason")}
-            | {"since": iso(outage["since"]), "next_try_at": iso(outage["due"])}
-            for outage in state.get("outages") or []
-        ],
-        "dead_letters": seen["dead_letters"],
-        "deliveries": seen["deliveries"],
-        "settings": {
-            "interval": config.frontend_sync_interval_sec,
-            "trouble": settings_trouble(state),
-            **seen["settings"],
-        },
-        "progress": progress_of(state, seen["outbox"]),
-        "checks": {"listening": state.get("listening")},
+        "agent": {"state": "stopped", **unknown},
+        "database": {"ok": True, "error": None},
+        "outages": [],
+        "progress": None,
+        "checks": {"listening": None},
+        **dict.fromkeys(("outbox", "dead_letters", "deliveries")),
+        "recordings": disk,
+        "settings": {"trouble": None, "sections": [], "audio": None, "pulled_at": None},
+    }
+    view["settings"] |= {"interval": config.frontend_sync_interval_sec, "items": {}}
+    seen = None
+    try:
+        if not config.database_url:
+            raise Unavailable("the database is not known")
+        with Console(config, "status") as desk:
+            found, seen = desk.run(SURVEY)[0][0], desk.run(HEALTH)[0][0]
+            found["outbox"]["waiting"] = sum(seen["reasons"].values())
+            found["outbox"]["reasons"] = seen["reasons"]
+            found["recordings"] |= disk | {"deletions_failed": seen["deletions_failed"]}
+            found["deliveries"]["last_success_at"] = seen["last"] and seen["last"]["at"]
+            found["dead_letters"] = seen["dead_letters"]
+            view |= found
+            if desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]:  # by none that we see: of another machine?
+                view["agent"]["state"] = "elsewhere"
+            view["settings"] |= desk.run(SETTINGS_VIEW)[0][0]
+            if counts is not None:
+                counts |= {(name, label): value for name, label, value in desk.run(COUNTERS)}
+    except (Unavailable, psycopg.Error) as met:
+        view["database"] = {"ok": False, "error": clean(" ".join(str(met).split()))}
+    if state is not None:
+        # A state file of another version, or of nobody's, is that of no agent.
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
+            view |= said_by_agent(state, view)
+    return view | {"health": health_in(view, seen, mistakes)}
+
+
+def is_there(view: Mapping[str, Any]) -> bool:
+    return view["database"]["ok"] and view["agent"]["state"] in ("running", "standby")
+
+
+def settings_told(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with them: how bad, a text and a line to paste."""
+    for each in settings["sections"]:
+        name = each["section"]
+        if each["held"]:
+            text = f"{name} is held back: {held_text(each['items'], each['held'])}"
+            yield "failed", text, f"serversync settings; {accept_hint(name)}"
+        if each["error"]:
+            dry_run = "serversync settings pull --dry-run"
+            yield "warning", f"{name} cannot be applied: {each['error']}", dry_run
+        if each["skipped"]:
+            text = f"{name}: {count(each['skipped'], 'item')} skipped: "
+            yield "warning", text + remarks_text(each["remarks"]), "serversync settings"
+
+
+NOT_HERE: Final = {
+    "elsewhere": ("waiting", "the agent is not seen here, but another session holds the lock"),
+    "stopped": ("stopped", "the agent is not running: sudo systemctl start serversync"),
+}
+
+
+def health_in(
+    view: dict[str, Any], seen: Mapping[str, Any] | None, mistakes: Sequence[str]
+) -> dict[str, str]:
+    """By what the database says (None: it is not there), and the agent of itself."""
+    state = view["agent"]["state"]
+    told = [NOT_HERE[state]] if state in NOT_HERE else []
+    told += [("person", f"the configuration has a mistake: {text}") for text in mistakes]
+    said = view.pop("told", ())
+    if seen is None:  # the agent says it without the line that helps
+        told.append(("outage", str(view["database"]["error"])))
+        said = [each for each in said if not each[1].startswith("the database is not there")]
+    pending = 0 if view["progress"] else (view["outbox"] or {}).get("pending", 0)
+    return health_of(seen, view["outages"], [*told, *said], time.time(), pending)
+
+
+def said_by_agent(state: Mapping[str, Any], view: Mapping[str, Any]) -> dict[str, Any]:
+    """Its part of the survey."""
+    agent = {
+        "state": "standby" if state["standby"] else "running",
+        "pid": state["pid"],
+        "since": iso(state["since"]),
+        "sentence": str(state["sentence"]),
+        "seen_at": iso(state["at"]),
+        "inflight": int(state["inflight"]),
+    }
+    trouble, progress = (state.get("settings") or {}).get("trouble"), state["progress"]
+    if trouble:
+        said = {key: str(trouble[key]) for key in ("code", "reason")}
+        trouble = said | {"since": iso(trouble["since"])}
+    return {
+        "agent": agent,
+        "told": [(kind, str(text)) for kind, text in state.get("told", ()) if kind in STATES],
+        "outages": [outage_seen(each) for each in state["outages"]],
+        "progress": progress_of(progress, view["outbox"]) if progress else None,
+        "checks": {"listening": bool(state["listening"])},
+        "settings": view["settings"] | {"trouble": trouble or None},
     }
 
 
-def settings_trouble(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Why the running agent gets no settings."""
-    trouble: dict[str, Any] | None = (state.get("settings") or {}).get("trouble")
-    return trouble and trouble | {"since": iso(trouble["since"])}
+def outage_seen(outage: Mapping[str, Any]) -> dict[str, str]:
+    said = {key: str(outage[key]) for key in ("endpoint", "code", "reason")}
+    return said | {"since": iso(outage["since"]), "next_try_at": iso(outage["due"])}
 
 
-def iso(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+def iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
 
 
 def progress_of(
-    state: Mapping[str, Any], outbox: Mapping[str, Any] | None
+    progress: Mapping[str, Any], outbox: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
     """What is under way, how fast it goes and how long it will take."""
-    progress: dict[str, Any] | None = state.get("progress")
-    if not progress:
-        return None
-    done = "bytes" if progress["kind"] == "upload" else "entries"
-    left = progress.get("size", 0) - progress[done]
-    if progress["kind"] == "drain":
-        left = int(outbox["pending"]) if outbox else 0
-        progress = progress | {"total": progress["entries"] + left}
-    rate = progress[done] / max(progress["seconds"], 0.001)
-    progress = {key: value for key, value in progress.items() if key != "seconds"}
-    return progress | {"rate": rate, "left_seconds": left / rate if rate else None}
+    found: dict[str, Any]
+    if progress["kind"] == "upload":
+        found = {"kind": "upload", **{k: int(progress[k]) for k in ("seq", "bytes", "size")}}
+        done, left = found["bytes"], found["size"] - found["bytes"]
+    else:
+        done, left = int(progress["entries"]), int(outbox["pending"]) if outbox else 0
+        if not done + left:
+            return None
+        found = {"kind": "drain", "entries": done, "total": done + left}
+    rate = done / max(float(progress["seconds"]), 0.001)
+    return found | {"rate": rate, "left_seconds": left / rate if rate else None}
 
 
 def disk_of(directory: str) -> dict[str, Any]:
     """The recordings' directory: its size, and what is free. None: nobody may know."""
-    found: dict[str, Any] = {"directory": directory, "bytes": None}
-    found |= {"disk_free": None, "disk_total": None}
+    found = {"directory": directory, **dict.fromkeys(("bytes", "disk_free", "disk_total"))}
     with contextlib.suppress(OSError):
         disk = os.statvfs(directory)
         found["disk_free"] = disk.f_bavail * disk.f_frsize
@@ -6102,23 +6073,9 @@ def size_of(directory: str, until: float, depth: int = 2) -> int | None:
     return total
 
 
-def history(desk: Desk) -> list[dict[str, Any]]:
-    return list(desk.run(HISTORY)[0][0] or [])
-
-
-def counters(desk: Desk) -> dict[tuple[str, str], float]:
-    return {(name, label): value for name, label, value in desk.run(COUNTERS)}
-
-
 # --- dead letters ---------------------------------------------------------------------------------
 
 PAYLOAD_IN_LIST, PAYLOAD_ALONE = 4096, 1 << 20
-# The columns of LETTERS.
-_MESSAGE: Final = (
-    *("id", "original_topic", "error_message", "retry_count", "max_retries", "payload", "status"),
-    *("created_at", "updated_at", "last_retry_at", "outbox_id", "entity_id", "error_code"),
-    *("http_status", "attempts", "payload_bytes"),
-)
 AGAINST: Final = {
     "RESOLVED": "it has been delivered",
     "RETRYING": "it is in the queue already",
@@ -6129,30 +6086,28 @@ AGAINST: Final = {
 }
 
 
-def topics(desk: Desk) -> list[dict[str, Any]]:
-    names = ("topic", "total", "pending", "retrying", "resolved", "dead")
-    return [dict(zip(names, row, strict=True)) for row in desk.run(TOPICS)]
-
-
-def letters(desk: Desk, topic: str | None, page: int, size: int) -> dict[str, Any]:
+def letters(
+    desk: Console, topic: str | None, page: int, size: int, resolved: bool = True
+) -> dict[str, Any]:
     """A page of dead letters, newest first."""
-    total = desk.run(LETTER_COUNT, topic=topic)[0][0]
+    found = [each for (each,) in desk.run(TOPICS) if topic in (None, each["topic"])]
+    total = sum(each["total"] - (0 if resolved else each["resolved"]) for each in found)
     skip = (page - 1) * size
-    rows = desk.run(
-        LETTERS, topic=topic, id=None, size=size, skip=min(skip, 1 << 62), most=PAYLOAD_IN_LIST
-    )
+    which = {"topic": topic, "id": None, "resolved": resolved, "most": PAYLOAD_IN_LIST}
+    rows = desk.run(LETTERS, size=size, skip=min(skip, 1 << 62), **which)
     pages = {"total_count": total, "page": page, "page_size": size}
     return {
-        "messages": [_message(row) for row in rows],
+        "messages": [_message(found) for (found,) in rows],
         "pagination": pages | {"has_next": skip + size < total},
     }
 
 
-def letter(desk: Desk, name: str) -> dict[str, Any]:
-    rows = desk.run(LETTERS, topic=None, id=_letter_id(name), size=1, skip=0, most=PAYLOAD_ALONE)
+def letter(desk: Console, name: str) -> dict[str, Any]:
+    which = {"topic": None, "id": _letter_id(name), "resolved": True, "most": PAYLOAD_ALONE}
+    rows = desk.run(LETTERS, size=1, skip=0, **which)
     if not rows:
         raise Refused("not_found", f"there is no dead letter {name}")
-    return _message(rows[0])
+    return _message(rows[0][0])
 
 
 def _letter_id(name: str) -> str:
@@ -6161,10 +6116,7 @@ def _letter_id(name: str) -> str:
     return name
 
 
-def _message(row: Sequence[Any]) -> dict[str, Any]:
-    message = dict(zip(_MESSAGE, row, strict=True))
-    for key in ("created_at", "updated_at", "last_retry_at"):
-        message[key] = message[key] and message[key].isoformat()
+def _message(message: dict[str, Any]) -> dict[str, Any]:
     text = message["payload"]
     if text is not None:
         message["payload"] = mask(text)  # too deep, a number too long: as text
@@ -6206,7 +6158,7 @@ def _against(row: Sequence[Any], force: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def put_back(desk: Desk) -> Iterator[list[int]]:
+def put_back(desk: Console) -> Iterator[list[int]]:
     """Around all that puts entries back into the queue, and names them in the list: what is newer
     and on its way just now is waited for once, however many they are."""
     desk.run(NO_LOOPS)
@@ -6225,13 +6177,8 @@ def put_back(desk: Desk) -> Iterator[list[int]]:
             time.sleep(0.2)
 
 
-def retry_letter(desk: Desk, name: str, force: bool) -> dict[str, Any]:
+def revive(desk: Console, name: str, force: bool, seqs: list[int]) -> dict[str, Any]:
     """Puts a letter back into the queue; the agent does the rest."""
-    with put_back(desk) as seqs:
-        return revive(desk, name, force, seqs)
-
-
-def revive(desk: Desk, name: str, force: bool, seqs: list[int]) -> dict[str, Any]:
     ids = [_letter_id(name)]
     with desk.conn.transaction():
         rows = desk.run(JUDGE_LETTERS, ids=ids, topic=None, after=0)
@@ -6247,7 +6194,7 @@ def revive(desk: Desk, name: str, force: bool, seqs: list[int]) -> dict[str, Any
 
 
 def retry_all(
-    desk: Desk, topic: str | None, force: bool, seconds: float = float("inf")
+    desk: Console, topic: str | None, force: bool, seconds: float = float("inf")
 ) -> dict[str, Any]:
     """Puts all that can go back into the queue, in chunks; of very many, as many as the time
     allows: what is left is asked for again."""
@@ -6278,7 +6225,7 @@ def retry_all(
     return {"retried": retried, "refused": number, "more": more, "message": message}
 
 
-def delete_letter(desk: Desk, name: str) -> dict[str, Any]:
+def delete_letter(desk: Console, name: str) -> dict[str, Any]:
     rows = desk.run(DELETE_LETTER, id=_letter_id(name))
     if not rows:
         raise Refused("not_found", f"there is no dead letter {name}")
@@ -6294,55 +6241,56 @@ def delete_letter(desk: Desk, name: str) -> dict[str, Any]:
 # would be a lie, and for a counter a restart.
 # ==================================================================================================
 
-# Name, type, text: in the order in which they are printed.
-METRICS: Final = (
-    ("serversync_build_info", "gauge", "Versions, as labels."),
-    ("serversync_snapshot_timestamp_seconds", "gauge", "When these numbers were taken."),
-    ("serversync_up", "gauge", "Whether an agent runs here, be it as standby."),
-    ("serversync_database_up", "gauge", "Whether the database answers."),
-    ("serversync_listener_connected", "gauge", "Whether a NOTIFY wakes the agent; else it polls."),
-    ("serversync_outage", "gauge", "Whether nothing gets through, by endpoint."),
-    ("serversync_outage_seconds", "gauge", "For how long nothing has got through, by endpoint."),
-    ("serversync_pending_entries", "gauge", "Entries not yet delivered."),
-    ("serversync_oldest_pending_seconds", "gauge", "Age of the oldest entry not yet delivered."),
-    ("serversync_waiting_entries", "gauge", "Entries that wait after a failure, by its code."),
-    ("serversync_dead_letters", "gauge", "Entries given up, by what became of them since."),
-    (
-        "serversync_last_success_timestamp_seconds",
-        "gauge",
-        "When the frontend last confirmed anything.",
-    ),
-    ("serversync_deletions_waiting", "gauge", "Uploaded recordings still on the disk."),
-    ("serversync_deletions_failed", "gauge", "Those of them whose deletion has failed."),
-    ("serversync_recordings_bytes", "gauge", "What is in the recordings directory."),
-    ("serversync_disk_free_bytes", "gauge", "Free space where the recordings are."),
-    ("serversync_disk_size_bytes", "gauge", "All space where the recordings are."),
-    (
-        "serversync_settings_last_pull_timestamp_seconds",
-        "gauge",
-        "When the frontend last gave its settings.",
-    ),
-    ("serversync_settings_failing", "gauge", "Whether the agent gets no settings now."),
-    ("serversync_settings_items", "gauge", "What was applied last, by its kind."),
-    (
-        "serversync_settings_skipped",
-        "gauge",
-        "Items of the last answer that were skipped, by section.",
-    ),
-    ("serversync_settings_held", "gauge", "Whether a section is held back: too much was gone."),
-    ("serversync_settings_refused", "gauge", "Whether a section could not be applied."),
-    ("serversync_settings_audio_waiting", "gauge", "Announcements' audio still to be fetched."),
-    ("serversync_upload_bytes_total", "counter", "Bytes of confirmed uploads."),
-    ("outbox_inflight", "gauge", "Entries and files in the request under way."),
-    ("outbox_dequeue_total", "counter", "Entries taken from the queue, by what became of them."),
-    (
-        "outbox_send_total",
-        "counter",
-        "Entries by the outcome of sending them; retry: it failed alone in its request.",
-    ),
-    ("outbox_lag_seconds", "histogram", "From an entry's creation to its confirmation."),
-    ("outbox_retry_count", "histogram", "How often an entry had failed until it got through."),
-)
+# Where it stands in the survey, with the label of what stands there (or it is made below), and its
+# text; in the order in which they are printed.
+METRICS: Final = {
+    "serversync_build_info": ("", "Versions, as labels."),
+    "serversync_snapshot_timestamp_seconds": ("at", "When these numbers were taken."),
+    "serversync_up": ("", "Whether an agent runs here, be it as standby."),
+    "serversync_database_up": ("database.ok", "Whether the database answers."),
+    "serversync_listener_connected": (
+        "checks.listening", "Whether a NOTIFY wakes the agent; else it polls."),
+    "serversync_outage": ("", "Whether nothing gets through, by endpoint."),
+    "serversync_outage_seconds": ("", "For how long nothing has got through, by endpoint."),
+    "serversync_pending_entries": ("outbox.pending", "Entries not yet delivered."),
+    "serversync_oldest_pending_seconds": (
+        "outbox.oldest_seconds", "Age of the oldest entry not yet delivered."),
+    "serversync_waiting_entries": (
+        "outbox.reasons{code}", "Entries that wait after a failure, by its code."),
+    "serversync_dead_letters": (
+        "dead_letters{status}", "Entries given up, by what became of them since."),
+    "serversync_last_success_timestamp_seconds": (
+        "deliveries.last_success_at", "When the frontend last confirmed anything."),
+    "serversync_deletions_waiting": (
+        "recordings.deletions_waiting", "Uploaded recordings still on the disk."),
+    "serversync_deletions_failed": (
+        "recordings.deletions_failed", "Those of them whose deletion has failed."),
+    "serversync_recordings_bytes": ("recordings.bytes", "What is in the recordings directory."),
+    "serversync_disk_free_bytes": ("recordings.disk_free", "Free space where the recordings are."),
+    "serversync_disk_size_bytes": ("recordings.disk_total", "All space where the recordings are."),
+    "serversync_settings_last_pull_timestamp_seconds": (
+        "settings.pulled_at", "When the frontend last gave its settings."),
+    "serversync_settings_failing": ("", "Whether the agent gets no settings now."),
+    "serversync_settings_items": (
+        "settings.items{kind}", "What stands in the tables, by its kind."),
+    "serversync_settings_skipped": (
+        "settings.sections.skipped{section}",
+        "Items of the last answer that were skipped, by section."),
+    "serversync_settings_held": (
+        "settings.sections.held{section}", "Whether a section is held back: too much was gone."),
+    "serversync_settings_refused": (
+        "settings.sections.error{section}", "Whether a section could not be applied."),
+    "serversync_settings_audio_waiting": ("", "Announcements' audio still to be fetched."),
+    "serversync_upload_bytes_total": ("", "Bytes of confirmed uploads."),
+    "serversync_incoming_calls_total": ("", "Lines of the queue file, by what became of them."),
+    "serversync_sent_total": ("", "Entries delivered, by their type."),
+    "outbox_inflight": ("agent.inflight", "Entries and files in the request under way."),
+    "outbox_dequeue_total": ("", "Entries taken from the queue, by what became of them."),
+    "outbox_send_total": (
+        "", "Entries by the outcome of sending them; retry: it failed alone in its request."),
+    "outbox_lag_seconds": ("", "From an entry's creation to its confirmation."),
+    "outbox_retry_count": ("", "How often an entry had failed until it got through."),
+}  # fmt: skip
 LAG_BOUNDS: Final = (1, 5, 30, 60, 300, 3600, 86400)  # seconds, those of CONFIRM
 TRIES_BOUNDS: Final = tuple(range(9))
 # Failures before anything left: no sending that is retried.
@@ -6355,16 +6303,34 @@ Samples = Mapping[str, float | None]  # what follows the name (suffix and labels
 
 def metrics_text(view: dict[str, Any], counts: dict[tuple[str, str], float]) -> str:
     """All metrics that are known, in the text format 0.0.4."""
-    samples = _of_agent(view) | _of_work(view) | _of_settings(view)
-    if view["database"]["ok"]:
-        samples |= _counters(counts)
+    made = _of_agent(view) | (_counters(counts) if view["database"]["ok"] else {})
     lines = []
-    for name, kind, text in METRICS:
-        known = {key: value for key, value in samples.get(name, {}).items() if value is not None}
+    for name, (where, text) in METRICS.items():
+        samples = seen_at(where, view) if where else made.get(name, {})
+        known = {key: value for key, value in samples.items() if value is not None}
+        kind = "counter" if name.endswith("_total") else "histogram" if "_sum" in known else "gauge"
         lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"] if known else []
         for key, value in known.items():
             lines.append(f"{name}{key} {repr(float(value)).removesuffix('.0')}")
     return "\n".join(lines) + "\n"
+
+
+def seen_at(where: str, view: Mapping[str, Any]) -> Samples:
+    """What stands there, a date as seconds; of several, or of each section, with its label."""
+    keys, _, label = where.rstrip("}").partition("{")
+    found: Any = view
+    for key in keys.split("."):
+        if isinstance(found, list):
+            pulled = [each for each in found if each["pulled_at"]]
+            found = {
+                each["section"]: each[key] if key == "skipped" else bool(each[key])
+                for each in pulled
+            }
+        else:
+            found = found and found.get(key)
+    if isinstance(found, dict):
+        return labelled(label, found)
+    return {"": _seconds(found) if isinstance(found, str) else found}
 
 
 def labels(**pairs: object) -> str:
@@ -6385,7 +6351,7 @@ def _seconds(text: str | None) -> float | None:
 
 def _of_agent(view: Mapping[str, Any]) -> dict[str, Samples]:
     """Who is there, and whether anything gets through."""
-    agent, now = view["agent"], _seconds(view["at"]) or 0.0
+    agent, settings, now = view["agent"], view["settings"], _seconds(view["at"]) or 0.0
     build = labels(
         version=__version__,
         python=platform.python_version(),
@@ -6394,60 +6360,18 @@ def _of_agent(view: Mapping[str, Any]) -> dict[str, Samples]:
     )
     found: dict[str, Samples] = {
         "serversync_build_info": {build: 1},
-        "serversync_snapshot_timestamp_seconds": {"": now},
         "serversync_up": {"": agent["state"] in ("running", "standby")},
-        "serversync_database_up": {"": view["database"]["ok"]},
-        "serversync_listener_connected": {"": (view["checks"] or {}).get("listening")},
-        "outbox_inflight": {"": agent["inflight"]},
     }
-    if agent["pid"] and agent["state"] == "running":  # a standby does not know of outages
+    if settings["pulled_at"]:
+        found["serversync_settings_audio_waiting"] = {"": settings["audio"]["waiting"]}
+    if agent["state"] == "running":  # a standby does not know of outages
         since = {outage["endpoint"]: _seconds(outage["since"]) for outage in view["outages"]}
-        lasted = {door: max(0.0, now - (since.get(door) or now)) for door in ("entries", "files")}
-        out = {door: door in since for door in lasted}
-        found["serversync_outage"] = labelled("endpoint", out)
+        doors = ("entries", "files", *since)
+        lasted = {door: max(0.0, now - (since.get(door) or now)) for door in doors}
+        found["serversync_outage"] = labelled("endpoint", {door: door in since for door in doors})
         found["serversync_outage_seconds"] = labelled("endpoint", lasted)
-    return found
-
-
-def _of_work(view: Mapping[str, Any]) -> dict[str, Samples]:
-    """What is there to do, what failed, and the disk."""
-    outbox, recordings = view["outbox"] or {}, view["recordings"] or {}
-    oldest = outbox.get("oldest_seconds") if outbox.get("pending") else outbox.get("pending")
-    last = (view["deliveries"] or {}).get("last_success_at")
-    return {
-        "serversync_pending_entries": {"": outbox.get("pending")},
-        "serversync_oldest_pending_seconds": {"": oldest},
-        "serversync_waiting_entries": labelled("code", outbox.get("reasons") or {}),
-        "serversync_dead_letters": labelled("status", view["dead_letters"] or {}),
-        "serversync_last_success_timestamp_seconds": {"": _seconds(last)},
-        "serversync_deletions_waiting": {"": recordings.get("deletions_waiting")},
-        "serversync_deletions_failed": {"": recordings.get("deletions_failed")},
-        "serversync_recordings_bytes": {"": recordings.get("bytes")},
-        "serversync_disk_free_bytes": {"": recordings.get("disk_free")},
-        "serversync_disk_size_bytes": {"": recordings.get("disk_total")},
-    }
-
-
-def _of_settings(view: Mapping[str, Any]) -> dict[str, Samples]:
-    """Nothing where none were ever pulled."""
-    settings = view["settings"]
-    sections = [each for each in settings["sections"] if each["pulled_at"]]
-    if not sections:
-        return {}
-    items = {word: number for each in sections for word, number in each["items"].items()}
-    by_name = {each["section"]: each for each in sections}
-    last = max(str(each["pulled_at"]) for each in sections)
-    found: dict[str, Samples] = {
-        "serversync_settings_last_pull_timestamp_seconds": {"": _seconds(last)},
-        "serversync_settings_items": labelled("kind", items),
-        "serversync_settings_audio_waiting": {"": settings["audio"]["waiting"]},
-    }
-    for name, key in (("skipped", "skipped"), ("held", "held"), ("refused", "error")):
-        values = {section: float(each[key] or 0) if key == "skipped" else bool(each[key])
-                  for section, each in by_name.items()}  # fmt: skip
-        found[f"serversync_settings_{name}"] = labelled("section", values)
-    if view["agent"]["pid"] and view["agent"]["state"] == "running":
-        found["serversync_settings_failing"] = {"": settings["trouble"] is not None}
+        if settings["pulled_at"]:
+            found["serversync_settings_failing"] = {"": settings["trouble"] is not None}
     return found
 
 
@@ -6467,10 +6391,13 @@ def _counters(counts: Mapping[tuple[str, str], float]) -> dict[str, Samples]:
         "dead": dead,
         "conflict_processed": sent_as.get("conflict_processed", 0),
     }
+    calls = dict.fromkeys(("sent", "stale", "bad", "refused"), 0.0)
     lag = histogram(of.get("lag", {}), LAG_BOUNDS, total.get("lag_sum", 0))
     tries = histogram(of.get("tries", {}), TRIES_BOUNDS, total.get("tries_sum", 0))
     return {
         "serversync_upload_bytes_total": {"": total.get("upload_bytes", 0)},
+        "serversync_incoming_calls_total": labelled("outcome", calls | of.get("calls", {})),
+        "serversync_sent_total": labelled("type", of.get("sent", {})),
         "outbox_dequeue_total": labelled("result", taken),
         "outbox_send_total": labelled("outcome", outcomes),
         "outbox_lag_seconds": lag,
@@ -6495,18 +6422,13 @@ def histogram(buckets: Mapping[str, float], bounds: Sequence[int], total: float)
 
 # What a least-privilege role needs, whether it has it, and the SQL (written by PostgreSQL, so that
 # names are quoted by it). In the order in which it must be done; what is absent needs no grant.
-SETUP: Final = """
+SETUP: Final = f"""
 with role as (
     select %(role)s::text as name, (select oid from pg_roles where rolname = %(role)s) as oid
 ), outbox as (
-    select c.oid, c.oid::regclass::text as name, n.oid as schema_oid, n.nspname as schema,
-           pg_get_serial_sequence(c.oid::regclass::text, 'id') as sequence
+    select c.oid, c.oid::regclass::text as name, n.oid as schema_oid, n.nspname as schema
     from pg_class c join pg_namespace n on n.oid = c.relnamespace
     where n.nspname = %(schema)s and c.relname = 'sync_outbox'
-), other as (
-    select c.oid, c.oid::regclass::text as name, c.relname, i.indisvalid
-    from pg_class c join outbox o on o.schema_oid = c.relnamespace
-    left join pg_index i on i.indexrelid = c.oid
 ), steps (number, name, done, sql) as (
     select 1, 'role', oid is not null, format('create role %%I login', name) from role
     union all
@@ -6520,44 +6442,10 @@ with role as (
            format('alter role %%I in database %%I set search_path = %%I', r.name,
                   current_database(), o.schema) from role r, outbox o
     union all
-    select 5, 'sync_outbox', has_table_privilege(r.oid, o.oid, 'select')
-               and has_table_privilege(r.oid, o.oid, 'insert')
-               and has_table_privilege(r.oid, o.oid, 'delete')
-               and has_column_privilege(r.oid, o.oid, 'processed_at', 'update'),
-           format('grant select, insert, delete, update (processed_at) on %%s to %%I', o.name,
-                  r.name) from role r, outbox o
-    union all
-    select 6, 'its sequence', has_sequence_privilege(r.oid, o.sequence, 'usage'),
-           format('grant usage on sequence %%s to %%I', o.sequence, r.name)
-    from role r, outbox o where o.sequence is not null
-    union all
-    select 7, 'recordings', has_table_privilege(r.oid, t.oid, 'select')
-               and has_column_privilege(r.oid, t.oid, 'upload_status', 'update')
-               and has_column_privilege(r.oid, t.oid, 's3_url', 'update'),
-           format('grant select, update (upload_status, s3_url) on %%s to %%I', t.oid::regclass,
-                  r.name) from role r, other t where t.relname = 'recordings'
-    union all
-    select 8, 'system_settings', has_table_privilege(r.oid, t.oid, 'select')
-               and bool_and(has_column_privilege(r.oid, t.oid, a.attnum, 'update')),
-           format('grant select, update (%%s) on %%s to %%I', string_agg(a.attname, ', '),
-                  t.oid::regclass, r.name)
-    from role r, other t join pg_attribute a on a.attrelid = t.oid
-    where t.relname = 'system_settings' and a.attname in ('extra', 'updated_at')
-    group by r.oid, r.name, t.oid
-    union all
-    select 8, t.relname, (
-               select bool_and(has_table_privilege(r.oid, t.oid, w)) from unnest(n.rights) w),
-           format('grant %%s on %%s to %%I', array_to_string(n.rights, ', '), t.oid::regclass,
-                  r.name)
-    from role r, other t join (
-        values ('registered_numbers', '{select,insert,update}'::text[]),
-               ('call_action_rules', '{select,insert,update,delete}'),
-               ('announcements', '{select,insert,update,delete}'),
-               ('ivr_flows', '{select,insert,update,delete}'),
-               ('ivr_nodes', '{select,insert,update,delete}'),
-               ('ivr_transitions', '{select,insert,update,delete}'),
-               ('serversync_keys', '{select,insert,update,delete}')) n (name, rights)
-        on n.name = t.relname
+    select 5, relation, count(lacks) = 0, string_agg('grant ' || lacks || ' on ' || case lacks
+               when 'usage' then 'sequence ' || pg_get_serial_sequence(object, 'id')
+               else object end || format(' to %%I', r.name), '; ')
+    from role r, ({LACKS}) as needs where object is not null group by 2
     union all
     select 9, 'schema serversync', exists (
                select from pg_namespace n where n.nspname = 'serversync'
@@ -6572,23 +6460,16 @@ with role as (
         select 'table' as kind, oid::regclass::text as name, relowner as owner from pg_class
         where relnamespace = to_regnamespace('serversync') and relkind = 'r'
         union all
-        select 'function', oid::regprocedure::text, proowner from pg_proc
+        select 'routine', oid::regprocedure::text, proowner from pg_proc
         where pronamespace = to_regnamespace('serversync')) o
     where not coalesce(pg_has_role(r.oid, o.owner, 'usage'), false)
-    union all
-    select 101, 'an invalid index dropped', false, format('drop index concurrently %%s', name)
-    from other where relname = 'sync_outbox_serversync_pending' and not indisvalid
-    union all
-    select 102, 'index of pending entries', exists (
-               select from other where relname = 'sync_outbox_serversync_pending' and indisvalid),
-           format('create index concurrently sync_outbox_serversync_pending on %%s (id) '
-                  'where processed_at is null', name) from outbox
 )
 select number, name, coalesce(done, false), sql from steps order by number, name
 """
 # The schemas that hold an outbox (in the role's own schema, or a temporary one, it is not the
-# backend's); whether what is set for the role in this database names it first; and, where nothing
-# is set for the role or the database, whether it is public.
+# backend's); whether what is set for the role in this database names it first; where nothing is set
+# for the role or the database, whether it is public; and whether it is the role's own: its
+# search_path is, too, and could lead setup there.
 OUTBOXES: Final = """
 with setting as (
     select unnest(s.setconfig) || ', ' as path, s.setrole > 0 and s.setdatabase > 0 as exact
@@ -6599,15 +6480,23 @@ with setting as (
 )
 select n.nspname, coalesce(bool_or(starts_with(
            path, 'search_path=' || quote_ident(n.nspname) || ', ') and exact), false),
-       n.nspname = 'public' and bool_or(starts_with(path, 'search_path=')) is not true
+       n.nspname = 'public' and bool_or(starts_with(path, 'search_path=')) is not true,
+       exists (select from pg_roles r where r.rolname = %(role)s
+               and pg_has_role(r.oid, c.relowner, 'member'))
 from pg_class c join pg_namespace n on n.oid = c.relnamespace left join setting on true
 where c.relname = 'sync_outbox' and c.relkind in ('r', 'p') and c.relpersistence <> 't'
   and n.nspname <> 'serversync'
-group by 1 order by 2 desc, 1
+group by n.nspname, c.relowner order by 2 desc, 1
 """
 SERVICE_USER: Final = "serversync"
 SUPERUSER: Final = "postgres"
-COLOURS: Final = {"good": "32", "warn": "33", "bad": "31", "dim": "2"}
+COLOURS: Final = {  # of the checks, and of the states of health
+    **dict.fromkeys(("failed", "outage", "person", "stopped"), "31"),
+    **dict.fromkeys(("ok", "good", "busy"), "32"),
+    **dict.fromkeys(("warning", "waiting"), "33"),
+    "skipped": "2",
+}
+WIDE: Final = 100_000  # where nobody counts columns or lines
 ESCAPE: Final = uuid.uuid4().hex  # begins our own sequences: no text from outside can hold it
 
 
@@ -6665,8 +6554,8 @@ def service_user(environ: Mapping[str, str]) -> pwd.struct_passwd | None:
         if unit.get("LoadState") == "loaded":
             return pwd.getpwnam(unit["User"] or "root")
         state = read_state(environ)
-        if state:
-            return pwd.getpwuid(os.stat(f"/proc/{state['pid']}").st_uid)
+        if state and os.stat(f"/proc/{state['pid']}").st_uid == state["owner"]:
+            return pwd.getpwuid(state["owner"])
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(SERVICE_USER)
     return None
@@ -6687,6 +6576,13 @@ def unit_properties(*names: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
 
 
+@cache
+def working_directory() -> str:
+    """The service's, wherever a command is typed."""
+    known = unit_properties("WorkingDirectory").get("WorkingDirectory", "")
+    return known.lstrip("!") or os.getcwd()  # "!": it may be missing
+
+
 def become(user: pwd.struct_passwd) -> None:
     """For good: peer authentication and the files then work as they do for the service."""
     os.initgroups(user.pw_name, user.pw_gid)
@@ -6695,57 +6591,48 @@ def become(user: pwd.struct_passwd) -> None:
     os.environ["HOME"] = user.pw_dir  # libpq looks there for .pgpass and certificates
 
 
-def become_service_user(environ: Mapping[str, str]) -> None:
-    """Commands that root types act as the service does."""
+def become_service_user(environ: Mapping[str, str], command: str = "") -> None:
+    """Commands that root types act as the service does. Those that work for long, or on files of
+    others, do not stay root; by systemd, or in a container, they may."""
     user = service_user(environ) if os.geteuid() == 0 else None
     if user is not None and user.pw_uid != 0:
         become(user)
+    typed = os.isatty(0) or "SUDO_UID" in environ
+    if command in ("run", "once", "settings", "admin") and typed and os.geteuid() == 0:
+        how = f"install the package, whose user is {SERVICE_USER}, or start it as another user"
+        raise ConfigError([f"{command} does not stay root: {how}"])
 
 
 # --- status ---------------------------------------------------------------------------------------
 
 
-def status_screen(view: Mapping[str, Any]) -> str:
+def status_screen(view: Mapping[str, Any], width: int = WIDE) -> str:
     """One screen for a person; what is missing is said in its place."""
     lines = [f"serversync {view['version']}, device {view['device']}, to {view['frontend']}", ""]
-    for title, words in _status_rows(view):
-        lines.append(f"{title:<13}{clean(words, 4096)}")  # one line, whatever is in it
+    for title, words, kind in _status_rows(view):
+        words = clean(words, 4096)  # one line, whatever is in it, or those that it needs
+        for line in textwrap.wrap(words, width - 13):
+            lines.append(f"{title:<13}{paint(kind, line)}")
+            title = ""
     return "\n".join(lines)
 
 
-def _status_rows(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    agent = view["agent"]
-    words = {"running": paint("good", "running"), "standby": paint("warn", "standby")}
-    words["elsewhere"] = paint("warn", "not seen here, but another session holds the lock")
-    text = words.get(agent["state"], paint("bad", "not running: sudo systemctl start serversync"))
+Line = tuple[str, str, str]  # title, words, and what they are painted by
+
+
+def _status_rows(view: Mapping[str, Any]) -> Iterator[Line]:
+    agent, health = view["agent"], view["health"]
+    yield "health", health["sentence"], health["state"]
     if agent["since"]:
-        text += f" for {since(agent['since'])} (pid {agent['pid']})"
-    yield "agent", text
-    if agent["sentence"]:
-        yield "", agent["sentence"]
-    for outage in outages_of(view):
-        wait = max(0.0, datetime.fromisoformat(outage["next_try_at"]).timestamp() - time.time())
-        text = f"{outage['endpoint']}, for {since(outage['since'])}, next try in {span(wait)}"
-        yield paint("bad", "outage") + " " * 7, f"{text}: {outage['reason']}"
-    if not view["database"]["ok"]:
-        yield "database", paint("bad", str(view["database"]["error"]))
-    else:
+        yield "agent", f"{agent['state']} for {since(agent['since'])} (pid {agent['pid']})", ""
+    if view["outbox"]:
         yield from _status_counts(view)
     yield from _status_recordings(view["recordings"])
     yield from _status_settings(view["settings"])
     yield from _status_progress(view["progress"])
 
 
-def outages_of(view: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One for each reason: mostly it is the same for both endpoints."""
-    found: dict[str, dict[str, Any]] = {}
-    for outage in view["outages"]:
-        known = found.setdefault(outage["reason"], dict(outage, endpoint=""))
-        known["endpoint"] += (" and " if known["endpoint"] else "") + outage["endpoint"]
-    return list(found.values())
-
-
-def _status_counts(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _status_counts(view: Mapping[str, Any]) -> Iterator[Line]:
     outbox, letters_, sent = view["outbox"], view["dead_letters"], view["deliveries"]
 
     def listed(counts: Mapping[str, int]) -> str:
@@ -6753,108 +6640,129 @@ def _status_counts(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         rest = [f"and {len(counts) - 6} more"] if len(counts) > 6 else []
         return ", ".join([*(f"{clean(name, limit=30)} {counts[name]}" for name in most), *rest])
 
-    text = paint("good", "nothing pending")
+    text = "nothing pending"
     if outbox["pending"]:
         text = f"{outbox['pending']} pending, the oldest for {span(outbox['oldest_seconds'])}"
         text += f": {listed(outbox['by_type'])}"
-    yield "outbox", text
+    yield "outbox", text, "" if outbox["pending"] else "good"
     if outbox["waiting"]:
-        yield "", f"{outbox['waiting']} of them wait for a retry: {listed(outbox['reasons'])}"
-    open_letters = letters_["PENDING"] + letters_["DEAD"]
+        yield "", f"{outbox['waiting']} of them failed, or wait: {listed(outbox['reasons'])}", ""
     states = ", ".join(f"{n} {name}" for name, n in letters_.items() if n) or "none"
-    yield "dead letters", paint("bad" if open_letters else "", states)
+    yield "dead letters", states, "failed" if open_letters(view) else ""
     hour = sent["hour"]
     text = f"last {since(sent['last_success_at'])} ago" if sent["last_success_at"] else "never yet"
     text += f"; in the last hour {count(hour['entries'], 'entry', 'entries')}"
     text += f" and {count(hour['files'], 'recording')} ({human(hour['bytes'])})"
-    yield "delivered", text
+    yield "delivered", text, ""
 
 
-def _status_recordings(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _status_recordings(found: Mapping[str, Any]) -> Iterator[Line]:
     words = []
     if "waiting" in found:
         size = found["waiting_bytes"]
         words.append(f"{found['waiting']} to upload" + (f" ({human(size)})" if size else ""))
         words.append(f"{found['deletions_waiting']} to delete")
         if found["deletions_failed"]:
-            words.append(paint("bad", f"{found['deletions_failed']} cannot be deleted"))
+            words.append(f"{found['deletions_failed']} cannot be deleted")
     if found["disk_free"] is None:
-        words.append(paint("warn", f"{found['directory']} cannot be read"))
+        words.append(f"{found['directory']} cannot be read")
     else:
         size = found["bytes"]
         words.append("" if size is None else f"{human(size)} on the disk")
         words.append(f"{human(found['disk_free'])} of {human(found['disk_total'])} free")
-    yield "recordings", ", ".join(filter(None, words))
+    bad = found.get("deletions_failed") or found["disk_free"] is None
+    yield "recordings", ", ".join(filter(None, words)), "failed" if bad else ""
 
 
-def _status_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    sections = [each for each in settings["sections"] if each["pulled_at"]]
-    if not settings["interval"] or not (sections or settings["trouble"]):
+def _status_settings(settings: Mapping[str, Any]) -> Iterator[Line]:
+    if not settings["interval"] or not (settings["pulled_at"] or settings["trouble"]):
         return
     words = ["never pulled yet"]
-    if sections:
-        items = {word: number for each in sections for word, number in each["items"].items()}
-        ago = since(max(str(each["pulled_at"]) for each in sections))
-        words = [f"last pull {ago} ago", counted(items) or "nothing applied yet"]
-        skipped = sum(each["skipped"] for each in sections)
-        words += [paint("warn", f"{skipped} skipped")] if skipped else []
+    if settings["pulled_at"]:
+        items = counted(settings["items"]) or "nothing applied yet"
+        words = [f"last pull {since(settings['pulled_at'])} ago", items]
         waiting = settings["audio"]["waiting"]
         words += [f"{count(waiting, 'audio file')} to fetch"] if waiting else []
-    yield "settings", "; ".join(words)
-    for each in sections:
-        if each["held"]:
-            why = held_text(each["items"], each["held"])
-            hint = accept_hint(each["section"])
-            yield "", paint("bad", f"{each['section']} held back: {why}: {hint}")
-        if each["error"]:
-            yield "", paint("bad", f"{each['section']} cannot be applied: {each['error']}")
-    if settings["trouble"]:
-        trouble = settings["trouble"]
-        text = f"none for {since(trouble['since'])}: {trouble['reason']}"
-        yield "", paint("bad", text)
+    yield "settings", "; ".join(words), ""
+    for kind, text, hint in settings_told(settings):
+        yield "", f"{text}: {hint}" if kind == "failed" else text, kind
 
 
-def _status_progress(progress: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _status_progress(progress: Mapping[str, Any] | None) -> Iterator[Line]:
     if progress is None:
         return
     upload = progress["kind"] == "upload"
     done, total = (progress[k] for k in (("bytes", "size") if upload else ("entries", "total")))
-    share = done / max(total, 1)
+    share = min(max(done, 0) / max(total, 1), 1)
     filled = round(10 * share)
     left = progress["left_seconds"]
     rate = f"{human(progress['rate'])}/s" if upload else f"{progress['rate']:.0f}/s"
     shown = f"{human(done)} of {human(total)}" if upload else f"{done} of {total} entries"
     bar = "#" * filled + "." * (10 - filled)
     ends = "" if left is None else f", {span(left)} left"
-    yield progress["kind"], f"[{bar}] {100 * share:3.0f} % {shown}, {rate}{ends}"
+    yield progress["kind"], f"[{bar}] {100 * share:3.0f} % {shown}, {rate}{ends}", ""
 
 
-def do_status(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def do_status(
+    read: Callable[[], Config], arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> int:
+    mistakes: Sequence[str] = ()
+    try:
+        config = read()
+    except ConfigError as error:
+        if as_root() in str(error):  # root may read the file
+            raise
+        config, mistakes = as_far_as_right(error), error.problems
+    configure_logging(config)
+    become_service_user(environ)
+    look = partial(survey, config, environ, mistakes=mistakes)
     if arguments.watch and not arguments.json:
-        return watch(config, environ)
-    view = survey(config, environ)
-    to_stdout(as_json(view) if arguments.json else status_screen(view))
-    there = view["database"]["ok"] and view["agent"]["state"] in ("running", "standby")
-    return EX_OK if there else EX_UNAVAILABLE
+        return watch(look)
+    view = look()
+    to_stdout(as_json(view) if arguments.json else status_screen(view, terminal_size().columns))
+    sys.stdout.flush()
+    return EX_CONFIG if mistakes else EX_OK if is_there(view) else EX_UNAVAILABLE
 
 
-def watch(config: Config, environ: Mapping[str, str]) -> int:
-    """Repaints once a second, until Ctrl-C; leaves the last screen behind."""
-    screen, there = "", sys.stdout.isatty()
+def as_far_as_right(error: ConfigError) -> Config:
+    """Of a file that nobody can read nothing is."""
+    try:
+        return error.right or load_config({})
+    except ConfigError as bare:
+        return as_far_as_right(bare)
+
+
+def terminal_size() -> os.terminal_size:
+    with contextlib.suppress(OSError):  # no terminal, or one that does not know
+        if (size := os.get_terminal_size()).columns > 40:
+            return size
+    return os.terminal_size((WIDE, WIDE))
+
+
+def watch(look: Callable[[], Mapping[str, Any]]) -> int:
+    """Repaints once a second, until q or Ctrl-C; leaves the last screen behind."""
+    screen, there, keys = "", sys.stdout.isatty(), sys.stdin.isatty()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    modes = termios.tcgetattr(0) if keys else []
     try:
+        if keys:
+            tty.setcbreak(0)
         if there:
             sys.stdout.write("\x1b[?1049h")
         while True:
-            screen = status_screen(survey(config, environ))
+            size = terminal_size()
+            screen = "\n".join(status_screen(look(), size.columns).split("\n")[: size.lines - 1])
             painted = "\n".join(f"{line}{ESCAPE}K" for line in screen.split("\n"))
             to_stdout(f"{ESCAPE}H{painted}{ESCAPE}J" if there else screen)
             sys.stdout.flush()
-            time.sleep(1)
+            if select.select([0] if keys else [], [], [], 1)[0] and os.read(0, 64) in (b"q", b""):
+                return EX_OK
     except KeyboardInterrupt:
         return EX_OK
     finally:
+        if keys:
+            termios.tcsetattr(0, termios.TCSADRAIN, modes)
         if there:
             to_stdout(f"{ESCAPE}?1049l{screen}")
 
@@ -6863,76 +6771,101 @@ def watch(config: Config, environ: Mapping[str, str]) -> int:
 
 
 def do_dlq(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    with Desk(config, "dlq") as desk:
+    with Console(config, "dlq") as desk:
+        topic = getattr(arguments, "topic", None)
+        known = [] if topic is None else [each["topic"] for (each,) in desk.run(TOPICS)]
+        if topic not in (None, *known) and not desk.run(HAS_TYPE, topic=topic):
+            of = ", ".join(known)
+            there = f"there are dead letters of: {of}" if of else "there are no dead letters"
+            raise Refused("not_found", f"there is no topic {topic}; {there}")
         return int(DLQ[arguments.action](desk, arguments))
 
 
-def _dlq_list(desk: Desk, arguments: argparse.Namespace) -> int:
-    found = letters(desk, arguments.topic, arguments.page, arguments.page_size)
+def _dlq_list(desk: Console, arguments: argparse.Namespace) -> int:
+    topic, page, size = arguments.topic, arguments.page, arguments.page_size
+    resolved = arguments.all
+    found = letters(desk, topic, page, size, resolved)
     if arguments.json:
         to_stdout(as_json(found))
         return EX_OK
-    keys = ("id", "original_topic", "status", "retry_count", "error_code", "created_at")
-    for message in found["messages"]:
-        at = datetime.fromisoformat(message["created_at"]).astimezone()  # as --since reads it
-        message["created_at"] = at.isoformat(timespec="seconds")[:19]
-    rows = [[m[k] for k in keys] + [m["error_message"]] for m in found["messages"]]
-    header = ("ID", "TOPIC", "STATUS", "RETRIES", "CODE", "SINCE", "MESSAGE")
-    pages = found["pagination"]
-    if rows:
+    total, more = found["pagination"]["total_count"], found["pagination"]["has_next"]
+    if more and page == 1:
+        groups = desk.run(LETTERS_BY_CODE, topic=topic, resolved=resolved)
+        to_stdout(table(("CODE", "TOPIC", "LETTERS"), groups) + "\n")
+    if messages := found["messages"]:
+        for m in messages:
+            at = datetime.fromisoformat(m["created_at"]).astimezone()  # as --since reads it
+            m |= {"id": m["id"][:8], "created_at": at.isoformat(timespec="seconds")[:19]}
+        keys = ("id", "outbox_id", "original_topic", "status", "retry_count", "error_code")
+        rows = [[m[key] for key in (*keys, "created_at", "error_message")] for m in messages]
+        header = ("ID", "SEQ", "TOPIC", "STATUS", "RETRIES", "CODE", "SINCE", "MESSAGE")
         to_stdout(table(header, rows))
-    if pages["has_next"]:
-        topic = [arguments.topic] if arguments.topic else []
-        numbers = ["--page", str(pages["page"] + 1), "--page-size", str(pages["page_size"])]
-        more = shlex.join(["serversync", "dlq", "list", *topic, *numbers])
-        to_stdout(f"{pages['total_count']} in all; the next page: {more}")
-    elif not rows:
-        to_stdout(f"{pages['total_count']} in all, none on this page"
-                  if pages["total_count"] else "no dead letters")  # fmt: skip
+    if more:
+        words = ["serversync", "dlq", "list", *([topic] if topic else [])]
+        words += [*(["--all"] if resolved else []), f"--page={page + 1}", f"--page-size={size}"]
+        to_stdout(f"{total} in all; the next page: {shlex.join(words)}")
+    elif not messages:
+        to_stdout(f"{total} in all, none on this page" if total else "no dead letters")
     return EX_OK
 
 
-def _dlq_show(desk: Desk, arguments: argparse.Namespace) -> int:
-    message = letter(desk, arguments.id)
+def _named(desk: Console, name: str) -> str:
+    """The id of the one letter that is meant."""
+    found = desk.run(LETTERS_NAMED, name=name.lower())
+    if not found:
+        raise Refused("not_found", f"there is no dead letter {name}")
+    if len(found) > 1:
+        which = ", ".join(f"{each} (seq {seq})" for each, seq in found)
+        raise Refused("conflict", f"{name} may be {which}: say more of it")
+    return str(found[0][0])
+
+
+def _dlq_show(desk: Console, arguments: argparse.Namespace) -> int:
+    message = letter(desk, _named(desk, arguments.letter))
     if arguments.json:
         to_stdout(as_json(message))
         return EX_OK
+    number = message["attempts"]
+    message["attempts"] = (
+        f"{number} charged; what failed while nothing else of its type got through is not"
+        if number else "none charged: it was given up at once")  # fmt: skip
     payload = message.pop("payload")
     if payload is None:
         payload = f"{human(message['payload_bytes'])}: too large to be shown"
     lines = [f"{k:<16}{clean(str(v), limit=2000)}" for k, v in message.items() if v is not None]
-    shown = payload if isinstance(payload, str) else as_json(payload)
-    to_stdout("\n".join([*lines, "", shown]))
+    plain = isinstance(payload, str) and payload.isprintable()
+    to_stdout("\n".join([*lines, "", payload if plain else as_json(payload)]))
     return EX_OK
 
 
-def _each(arguments: argparse.Namespace, act: Callable[[str], dict[str, Any]]) -> int:
+def _each(
+    desk: Console, arguments: argparse.Namespace, act: Callable[[str], dict[str, Any]]
+) -> int:
     """One after the other; what is refused does not stop the rest."""
     code, answers = EX_OK, []
-    for name in arguments.ids:
+    for name in arguments.letters:
         try:
-            answers.append(act(name))
+            answers.append(act(_named(desk, name)))
         except Refused as refused:
             code = EX_PERSON
             answers.append({"id": name, "error": refused.kind, "message": str(refused)})
-    told = as_json(answers) if arguments.json else "\n".join(a["message"] for a in answers)
-    to_stdout(told)
+    to_stdout(as_json(answers) if arguments.json else "\n".join(a["message"] for a in answers))
     return code
 
 
-def _dlq_retry(desk: Desk, arguments: argparse.Namespace) -> int:
+def _dlq_retry(desk: Console, arguments: argparse.Namespace) -> int:
     with put_back(desk) as seqs:
-        return _each(arguments, lambda name: revive(desk, name, arguments.force, seqs))
+        return _each(desk, arguments, lambda name: revive(desk, name, arguments.force, seqs))
 
 
-def _dlq_delete(desk: Desk, arguments: argparse.Namespace) -> int:
-    number = count(len(arguments.ids), "dead letter")
+def _dlq_delete(desk: Console, arguments: argparse.Namespace) -> int:
+    number = count(len(arguments.letters), "dead letter")
     if not confirmed(arguments, f"This deletes {number}: what they hold is never sent."):
         return EX_OK
-    return _each(arguments, lambda name: delete_letter(desk, name))
+    return _each(desk, arguments, lambda name: delete_letter(desk, name))
 
 
-def _dlq_retry_all(desk: Desk, arguments: argparse.Namespace) -> int:
+def _dlq_retry_all(desk: Console, arguments: argparse.Namespace) -> int:
     answer = retry_all(desk, arguments.topic, arguments.force)
     to_stdout(as_json(answer) if arguments.json else answer["message"])
     return EX_PERSON if answer["refused"] else EX_OK
@@ -6949,7 +6882,7 @@ DLQ: Final = {
 
 def confirmed(arguments: argparse.Namespace, sentence: str) -> bool:
     """Destructive commands say what they will do, and want --yes; of programs at once."""
-    if not arguments.yes and "json" in arguments and arguments.json:
+    if not arguments.yes and arguments.json:
         raise Refused("invalid", f"{sentence} To do it, add --yes.")
     if not arguments.yes:
         to_stdout(f"{sentence} To do it, add --yes.")
@@ -6967,15 +6900,19 @@ REPLAY_WORDS: Final = {
 
 
 def _replay_some(
-    desk: Desk, arguments: argparse.Namespace, after: int, last: int
+    desk: Console, arguments: argparse.Namespace, after: int, last: int
 ) -> list[tuple[Any, ...]]:
-    with put_back(desk) as seqs:
-        rows = desk.run(
-            REPLAY, after=after, last=last, since=arguments.since, until=arguments.until,
-            type=arguments.type, call=arguments.call, force=arguments.force, really=arguments.yes,
-        )  # fmt: skip
-        for verdict, _, _, picked in rows:
-            seqs += picked if verdict == "again" and arguments.yes else []
+    try:
+        with put_back(desk) as seqs:
+            rows = desk.run(REPLAY, after=after, last=last, **vars(arguments))
+            for verdict, _, _, picked in rows:
+                seqs += picked if verdict == "again" and arguments.yes else []
+    except psycopg.InternalError as error:
+        if error.sqlstate not in CORRUPT:
+            raise
+        known = [corrupt_row(*row) for row in desk.run(CORRUPT_ROWS)]
+        why = f"a row in sync_outbox is corrupt: {error.diag.message_primary}"
+        raise Refused("conflict", "; ".join(known) or why) from None
     return rows
 
 
@@ -6988,7 +6925,7 @@ def do_replay(config: Config, arguments: argparse.Namespace, environ: Mapping[st
         raise Refused("invalid", "--since is later than --until")
     totals = dict.fromkeys(REPLAY_WORDS, 0)
     after = first - 1
-    with Desk(config, "replay") as desk:
+    with Console(config, "replay") as desk:
         while rows := _replay_some(desk, arguments, after, last):
             for verdict, number, highest, _ in rows:
                 totals[verdict] += number
@@ -6999,10 +6936,8 @@ def do_replay(config: Config, arguments: argparse.Namespace, environ: Mapping[st
     for verdict, number in totals.items():
         if number or verdict == "again":
             to_stdout(f"{number:>9} {REPLAY_WORDS[verdict]}")
-    if arguments.yes:
+    if confirmed(arguments, "Nothing is done yet."):
         to_stdout("They are in the queue.")
-    else:
-        confirmed(arguments, "Nothing is done yet.")
     return EX_OK
 
 
@@ -7010,15 +6945,16 @@ def do_prune(config: Config, arguments: argparse.Namespace, environ: Mapping[str
     days = config.retention_days if arguments.days is None else arguments.days
     if not days:
         raise Refused("invalid", "SYNC_RETENTION_DAYS is 0 (keep for ever): say --days N")
-    with Desk(config, "prune") as desk:
-        number = desk.run(PRUNABLE, days=days)[0][0]
+    with Console(config, "prune") as desk:
+        which = {"days": days, "keep": list(config.retention_keep)}
+        number = desk.run(PRUNABLE, **which)[0][0]
         what = (
             f"{count(number, 'row')} of sync_outbox, processed {count(days, 'day')} ago or earlier"
         )
         if not confirmed(arguments, f"This deletes {what}, and old receipts and resolved letters."):
             return EX_OK
         rows = receipts = resolved = 0
-        while any(gone := desk.run(PRUNE, days=days)[0]):
+        while any(gone := desk.run(PRUNE, **which)[0]):
             rows, receipts, resolved = rows + gone[0], receipts + gone[1], resolved + gone[2]
     kept = number - rows
     what = ", ".join((count(rows, "row"), count(receipts, "receipt"), count(resolved, "letter")))
@@ -7033,15 +6969,9 @@ def do_enqueue(config: Config, arguments: argparse.Namespace, environ: Mapping[s
     payload = sys.stdin.buffer.read(config.entry_max_bytes + 1)
     if len(payload) > config.entry_max_bytes:
         raise Refused("invalid", "the payload is larger than SYNC_ENTRY_MAX_BYTES")
-    with Desk(config, "enqueue") as desk:
+    with Console(config, "enqueue") as desk:
         try:
-            seq = desk.run(
-                ENQUEUE,
-                type=arguments.type,
-                id=arguments.id,
-                payload=payload.decode("utf-8"),
-                key=arguments.idempotency_key,
-            )[0][0]
+            seq = desk.run(ENQUEUE, **vars(arguments), payload=payload.decode("utf-8"))[0][0]
         except psycopg.errors.UndefinedFunction:
             missing = "serversync_enqueue is not there: run: sudo serversync setup"
             raise Unavailable(missing) from None
@@ -7062,15 +6992,14 @@ def do_enqueue(config: Config, arguments: argparse.Namespace, environ: Mapping[s
 
 def do_settings(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if arguments.action == "accept":
-        with Desk(config, "settings") as desk:
+        with Console(config, "settings") as desk:
             if not desk.run(SETTINGS_ACCEPT, section=arguments.section):
                 raise Refused("conflict", f"{arguments.section} is not held back")
         if not arguments.json:
             to_stdout(f"{arguments.section} may be as small as that now; this pull, or the next:")
-        arguments.dry_run = False
     if arguments.action in ("pull", "accept"):
         return _settings_pull(config, arguments, environ)
-    with Desk(config, "settings") as desk:
+    with Console(config, "settings") as desk:
         view = desk.run(SETTINGS_VIEW)[0][0]
     to_stdout(as_json(view) if arguments.json else _settings_screen(view))
     return EX_OK
@@ -7110,10 +7039,9 @@ def _settings_pull(
     frontend = Frontend(config, process)
     really = not arguments.dry_run
     try:
-        with Desk(config, "settings") as desk:
-            store = SettingsStore(desk.session)
-            outcomes = pull_now(config, frontend, store, really, process)
-            audio = Audio(frontend, store, config.announcements_dir)
+        with Console(config, "settings") as desk:
+            outcomes = pull_now(config, frontend, desk, really, process)
+            audio = Audio(frontend, desk, config.announcement_audio_dir)
             problems = _audio_now(audio, process) if really else iter(())
             before = dict(problems) if arguments.json else {}  # one JSON text
             to_stdout(_pull_shown(outcomes, before, arguments))
@@ -7123,7 +7051,7 @@ def _settings_pull(
         raise Unavailable(f"no settings now, the last good ones stay: {why}") from None
     except Stopping:
         return EX_TEMPFAIL
-    well = all(not outcome.held[0] and not outcome.error for outcome in outcomes)
+    well = all(not outcome.held and not outcome.error for outcome in outcomes)
     return EX_OK if well else EX_PERSON
 
 
@@ -7140,29 +7068,23 @@ def drive(steps: Steps[T], process: Process) -> T:
 
 
 def pull_now(
-    config: Config, frontend: Frontend, store: SettingsStore, really: bool, process: Process
-) -> list[Outcome]:
-    for _ in range(5):
-        pull = Pull(config, frontend, store, {}, whole=True)
-        while not drive(pull.fetch(), process):
-            pass
-        try:
-            return pull.apply(really=really, most=1000)
-        except NotNow as why:
-            overtaken = why
-    raise overtaken
+    config: Config, frontend: Frontend, tables: Tables, really: bool, process: Process
+) -> list[Section]:
+    tables.run(SETTINGS_KNOWN)  # what is wrong here is said before the frontend is asked
+    pull = Pull(config, frontend, tables)
+    while not drive(pull.fetch(), process):
+        pass
+    return pull.apply(really=really)
 
 
 def _audio_now(audio: Audio, process: Process) -> Iterator[tuple[str, str]]:
     """All that is due, one after the other; what the agent does meanwhile does no harm. Yields
     what is not there now, and why."""
-    with contextlib.suppress(AudioTrouble):
-        audio.look()
     while (file := audio.next()) is not None and file.wait <= 0:
         process.check()
         try:
             drive(audio.handle(file), process)
-        except AudioTrouble as trouble:
+        except BadItem as trouble:
             yield file.name, audio.failed(file, str(trouble))
         except NotNow as why:
             yield file.name, audio.failed(file, str(why))
@@ -7170,13 +7092,14 @@ def _audio_now(audio: Audio, process: Process) -> Iterator[tuple[str, str]]:
 
 
 def _pull_shown(
-    outcomes: Sequence[Outcome], problems: Mapping[str, str], arguments: argparse.Namespace
+    outcomes: Sequence[Section], problems: Mapping[str, str], arguments: argparse.Namespace
 ) -> str:
     """What was changed, or (--dry-run) would be."""
     if arguments.json:
         shown = [
-            {"section": each.section.name, "items": each.section.counts, "held": each.held[0]}
-            | {"skipped": each.skipped, "remarks": each.remarks, "error": each.error or None}
+            {"section": each.name, "items": each.counts, "held": bool(each.held)}
+            | {"skipped": each.skipped, "remarks": each.remarks}
+            | {"error": each.error or None}
             | {"changes": [dict(zip(("table", "action", "count", "items"), change, strict=True))
                            for change in each.changes]}
             for each in outcomes
@@ -7185,18 +7108,18 @@ def _pull_shown(
         return as_json({"dry_run": arguments.dry_run, "sections": shown, "audio": audio})
     rows, notes = [], []
     for each in outcomes:
-        name = each.section.name
+        name = each.name
         for where, what, number, labels_ in each.changes:
             rows += [[name, where, what, label] for label in labels_]
             if number > len(labels_):
                 rows.append([name, where, what, f"and {number - len(labels_)} more"])
-        if each.held[0]:
-            why = held_text(each.known.counts, each.section.counts)
-            notes.append(f"{name} held back: {why}; if that is meant: {accept_hint(name)}")
+        if each.held:
+            notes.append(f"{name} held back: {each.why}; if that is meant: {accept_hint(name)}")
         if each.error:
             notes.append(f"{name} cannot be applied: {each.error}")
         if each.skipped:
-            notes.append(f"{name}: {each.skipped} skipped: {remarks_text(each.remarks, 20)}")
+            said = remarks_text(each.remarks, 20)
+            notes.append(f"{name}: {each.skipped} skipped: {said}")
     nothing = "nothing would change" if arguments.dry_run else "nothing to change"
     changed = table(["SECTION", "TABLE", "CHANGE", "ITEM"], rows) if rows else nothing
     return "\n".join([changed, *(clean(note, 8192) for note in notes)])
@@ -7209,14 +7132,8 @@ def do_metrics(config: Config, arguments: argparse.Namespace, environ: Mapping[s
 
 def metrics_of(config: Config, environ: Mapping[str, str]) -> str:
     """What is known, also without a database: a 0 in place of a counter would be a restart."""
-    view = survey(config, environ)
     counts: dict[tuple[str, str], float] = {}
-    try:
-        with Desk(config, "metrics") as desk:
-            counts = counters(desk)
-    except (Unavailable, psycopg.Error) as error:
-        view["database"] = {"ok": False, "error": str(error)}
-    return metrics_text(view, counts)
+    return metrics_text(survey(config, environ, counts), counts)
 
 
 # --- setup ----------------------------------------------------------------------------------------
@@ -7226,7 +7143,7 @@ def metrics_of(config: Config, environ: Mapping[str, str]) -> str:
 def owner_connection(config: Config, url: str | None) -> Iterator[psycopg.Connection[Any]]:
     """Somebody who may grant: by the URL that was given; for root the superuser, by the peer
     authentication of a Unix socket; else whoever the configuration names."""
-    parts = conninfo_to_dict(config.database_url)
+    parts = conninfo_to_dict(url or config.database_url)
     local = str(parts.get("host") or "/").startswith("/") and "service" not in parts
     root = url is None and local and os.geteuid() == 0
     try:
@@ -7234,10 +7151,9 @@ def owner_connection(config: Config, url: str | None) -> Iterator[psycopg.Connec
             user = pwd.getpwnam(SUPERUSER)
             os.seteuid(user.pw_uid)
             parts = {k: v for k, v in parts.items() if k in ("host", "port", "dbname")}
-            url = make_conninfo(user=SUPERUSER, **parts)  # type: ignore[arg-type]
-        conn = psycopg.connect(
-            url or config.database_url, autocommit=True, connect_timeout=DESK_LIMIT
-        )
+            parts["user"] = SUPERUSER
+        parts |= {"client_encoding": "UTF8", "connect_timeout": CONSOLE_LIMIT}
+        conn = psycopg.connect(make_conninfo("", **parts), autocommit=True)
     except KeyError:
         raise Unavailable("there is no user postgres here: use --admin-url") from None
     except psycopg.OperationalError as error:
@@ -7245,6 +7161,9 @@ def owner_connection(config: Config, url: str | None) -> Iterator[psycopg.Connec
     finally:
         os.seteuid(os.getuid())
     with conn:
+        # A superuser's session: no name may lead to what others made in a schema of theirs, and
+        # nothing is read or run by it that the role owns.
+        conn.execute("set search_path = pg_catalog, pg_temp; set lock_timeout = '5s'")
         yield conn
 
 
@@ -7265,57 +7184,120 @@ def outbox_schema(conn: psycopg.Connection[Any], role: str) -> tuple[str, bool]:
     found = conn.execute(OUTBOXES, {"role": role}).fetchall()
     if not found:
         raise Unavailable(f"{conn.info.dbname} has no table sync_outbox: is it the backend's?")
-    schema, named, usual = found[0]
-    if len(found) > 1 and not named:
+    schema, named, usual, _ = found[0]
+    trusted = [each for each in found if not each[3]] or found
+    if len(found) > 1 and not (named and found[0] in trusted):
         names = ", ".join(f"{name}.sync_outbox" for name, *_ in found)
         known = conn.execute("select from pg_roles where rolname = %s", (role,)).rowcount
-        make, name = "" if known else "create role {0} login; ", psycopg.sql.Identifier
-        say = psycopg.sql.SQL(make + "alter role {0} in database {1} set search_path = {2};")
-        choices = [say.format(name(role), name(conn.info.dbname), name(each[0])) for each in found]
-        lines = [choice.as_string(conn) for choice in choices]
-        raise ConfigError([f"{names}: which is the backend's? One of these, as postgres:", *lines])
+        say = "" if known else "create role {0} login; "
+        say += "alter role {0} in database {1} set search_path = {2}"
+        of = partial(psql, conn, say, role, conn.info.dbname, user=SUPERUSER)
+        # What looks like a secret would be masked, and its quotes with it.
+        lines = [line for each in trusted if (line := of(each[0])) == clean(line, 4096)]
+        raise ConfigError([f"{names}: which is the backend's? Run one of these:", *lines])
     return schema, named or usual
+
+
+# Sessions that keep this one waiting; then what stands beside the outbox under a name of ours.
+BLOCKING: Final = """
+select pid, usename::text, state from pg_stat_activity where pid = any (pg_blocking_pids(%s))
+"""
+STRANGERS: Final = """
+select pg_describe_object(kind, id, 0), pg_get_userbyid(owner) from (
+    select tableoid, oid, relnamespace, relname, relowner from pg_class
+    union all select tableoid, oid, pronamespace, proname, proowner from pg_proc
+    union all select tableoid, oid, typnamespace, typname, typowner from pg_type where typrelid = 0
+) found (kind, id, beside, name, owner)
+join pg_class c on c.oid = to_regclass(%(outbox)s) and c.relnamespace = beside
+where owner <> relowner and name in ('serversync_wake', 'serversync_enqueue', 'serversync_keys',
+                                     'sync_outbox_serversync_pending')
+"""
+
+
+@contextlib.contextmanager
+def naming_who_blocks(pid: int, other: psycopg.Connection[Any], role: str) -> Iterator[None]:
+    """Asked by another session while this one waits: afterwards nobody can tell."""
+    over, found = threading.Event(), list[tuple[int, str, str]]()
+
+    def look() -> None:
+        with contextlib.suppress(psycopg.Error):
+            while not over.wait(0.1):
+                found[:] = other.execute(BLOCKING, (pid,)).fetchall() or found
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield
+    except psycopg.errors.LockNotAvailable as error:
+        held = ", ".join(f"pid {each} (role {whose}, {state})" for each, whose, state in found[:3])
+        held += f" and {len(found) - 3} more" if len(found) > 3 else ""
+        how = f"{held or 'a transaction in the database'} holds it: try again when that is over"
+        if ours := [int(each) for each, whose, _ in found if whose == role][:40]:
+            user = "" if other.info.user == role else SUPERUSER
+            sql = f"select pg_catalog.pg_terminate_backend(p) from pg_catalog.unnest(array{ours}) p"
+            end = psql(other, sql, user=user)
+            how += f", or end it: {end}" if clean(end) == end else ""  # no half a quote
+        raise Unavailable(f"{error.diag.message_primary}: {how}") from None
+    finally:
+        over.set()
+        watcher.join()
 
 
 def do_setup(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     role = setup_role(config, environ)
-    with owner_connection(config, arguments.admin_url) as conn:
-        # A superuser's session: no name may lead to what others made in a schema of theirs, and
-        # nothing is read or run here that the role owns.
-        conn.execute("set search_path = pg_catalog, pg_temp")
+    connect = partial(owner_connection, config, arguments.admin_url)
+    with connect() as conn, connect() as other:
+        encoding = conn.info.parameter_status("server_encoding")
+        if encoding not in ("UTF8", "SQL_ASCII"):
+            text = f"database {conn.info.dbname}: its encoding is {encoding}, it must be UTF8"
+            how = "pg_dump it, and load that into a new one (createdb -E UTF8 -T template0)"
+            raise ConfigError([f"{text}: {how}"])
         schema, finds = outbox_schema(conn, role)
-        conn.execute("set lock_timeout = '5s'")
+        outbox = psycopg.sql.Identifier(schema, "sync_outbox").as_string(conn)
+        params = {"role": role, "schema": schema, "finds": finds, "outbox": outbox}
         try:
-            for name, done, make in _setup_steps(conn, role, schema, finds):
-                if not arguments.print_sql:
-                    if not done:
-                        conn.execute(make)
-                    to_stdout(f"{'there' if done else 'made':<6} {name}")
-                elif not done:
-                    to_stdout(f"-- {name}\n{make.strip()};")
+            with naming_who_blocks(conn.info.backend_pid, other, role):
+                steps = list(_setup_steps(conn, params))
+                missing = [make for _, done, make in steps if not done]
+                alone = [sql for sql in missing if sql.startswith(("create index", "drop index"))]
+                rest = ";".join(sql for sql in missing if sql not in alone)  # all, or nothing
+                for make in [] if arguments.print_sql else [*alone, rest]:
+                    conn.execute(make)
         except psycopg.errors.InsufficientPrivilege as error:
             how = "as root: sudo serversync setup; or with --admin-url and a superuser's URL"
             raise ConfigError([f"{error.diag.message_primary}: run it {how}"]) from None
-        except psycopg.errors.LockNotAvailable as error:
-            how = "a transaction in the database lasts: try again"
-            raise Unavailable(f"{error.diag.message_primary}: {how}") from None
-    return EX_OK if arguments.print_sql else _setup_root(config, environ)
+        except (psycopg.ProgrammingError, psycopg.InternalError) as error:
+            found = [f"{what} of role {owner}" for what, owner in conn.execute(STRANGERS, params)]
+            if not found:
+                raise
+            how = "which has a name that setup needs: rename or drop what is not needed"
+            text = f"{error.diag.message_primary}: there is {', '.join(found)}, {how}"
+            raise ConfigError([text]) from None
+    if arguments.print_sql:
+        for name, make in ((name, make) for name, done, make in steps if not done):
+            to_stdout(f"-- {name}\n{make};")
+        return EX_OK
+    for name, done in {name: done for name, done, _ in steps}.items():
+        to_stdout(f"{'there' if done else 'made':<6} {name}")
+    return _setup_root(config, environ)
 
 
 def _setup_steps(
-    conn: psycopg.Connection[Any], role: str, schema: str, finds: bool
+    conn: psycopg.Connection[Any], params: Mapping[str, object]
 ) -> Iterator[tuple[str, bool, str]]:
     """What the agent needs in its database: the name, whether it is there, and its SQL."""
-    params = {"role": role, "schema": schema, "finds": finds}
-    steps = conn.execute(SETUP, params).fetchall()
-    yield from (step[1:] for step in steps)
-    outbox = f"{psycopg.sql.Identifier(schema).as_string(conn)}.sync_outbox"
-    here = f"to_regclass({psycopg.sql.Literal(outbox).as_string(conn)})"
-    for name, is_there, (make,) in OPTIONAL[1:]:
-        done = conn.execute(is_there.replace(OUTBOX, here)).fetchall()[0][0]
-        make = make.replace("$$", f"$x{uuid.uuid4().hex}$")  # no name may end the body
-        steps = conn.execute(BESIDE.replace(OUTBOX, here), params | {"sql": make}).fetchall()
-        yield name, done, f"set client_min_messages = warning;{steps[0][0]}"
+    known = conn.execute("select from pg_roles where rolname = %(role)s", params).rowcount
+    who = {"needs": json.dumps(NEEDS), "who": params["role"] if known else "public"}
+    yield from (step[1:] for step in conn.execute(SETUP, {**params, **who}))
+    here = "to_regclass(%(outbox)s::text)"
+    invalid = conn.execute(INDEX_STATE.replace(OUTBOX, here), params).rowcount
+    for name, is_there, statements in (OPTIONAL[0], *OPTIONAL[:0:-1]):  # inserts wait for the last
+        done = conn.execute(is_there.replace(OUTBOX, here), params).fetchall()[0][0]
+        for make in statements if invalid else statements[-1:]:
+            make = make.replace("$$", f"$x{uuid.uuid4().hex}$")  # no name may end the body
+            rows = conn.execute(BESIDE.replace(OUTBOX, here), {**params, "sql": make}).fetchall()
+            quiet = "" if is_there is OPTIONAL[0][1] else "set client_min_messages = warning;"
+            yield name, done, quiet + rows[0][0].strip()
 
 
 def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
@@ -7326,43 +7308,67 @@ def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
     process = Process(environ)
     process.install()
     recordings = Recordings(config.recordings_dir)
-    with contextlib.closing(Session(config.database_url, config.device_id, process)) as session:
+    with contextlib.ExitStack() as stack:
+        session = Session(config.database_url, config.device_id, process)
+        stack.callback(session.close)
         session.connect()
+        watch = psycopg.connect(config.database_url, autocommit=True, client_encoding="UTF8")
+        other = stack.enter_context(watch)
+        pid = session.run(IDENTITY)[0][0]
+        stack.enter_context(naming_who_blocks(pid, other, other.info.user))
         if session.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
             session.prepare()
-        known = session.run(ROOT_ID)[0][0]
         try:
+            known = session.run(ROOT_ID)[0][0]
+            there = known or os.path.lexists(f"{config.recordings_dir}/{MARKER}")
             with recordings.root(known, lambda name: session.run(ADOPT_ROOT, root_id=name)):
-                to_stdout(f"{'there' if known else 'made':<6} marker in {config.recordings_dir}")
+                to_stdout(f"{'there' if there else 'made':<6} marker in {config.recordings_dir}")
+        except psycopg.errors.UndefinedTable:
+            (holder,) = session.run(IS_LOCKED, key=LOCK_KEY)[0]
+            how = "has not made the tables: stop it, and try again"
+            raise Unavailable(f"pid {holder} of the database holds the lock, and {how}") from None
         except EntryTrouble as trouble:
             to_stdout(f"failed {trouble}")
             if "denied" in str(trouble):
-                to_stdout(f"       run: {setup_hint(config.recordings_dir)}")
+                to_stdout(f"       run: {setup_hint(config)}")
             return EX_PERSON
     return EX_OK
 
 
-def setup_hint(directory: str) -> str:
-    return f"sudo serversync setup --recordings {shlex.quote(directory)}"
+def setup_hint(config: Config, sticky: bool = False) -> str:
+    """With both directories: what is not named loses the rights that it had."""
+    path = shlex.quote(config.recordings_dir)
+    # As its owner, who may have put a link to a directory of root's there by then.
+    owner = os.stat(config.recordings_dir).st_uid if sticky else 0
+    chmod = f"sudo -u '#{owner}' chmod -t {path}; " if sticky else ""
+    hint = f"{chmod}sudo serversync setup --recordings {path}"
+    if os.path.isdir(config.announcement_audio_dir):
+        hint += f" --announcements {shlex.quote(config.announcement_audio_dir)}"
+    return hint
 
 
 # --- setup: the rights on the recordings ----------------------------------------------------------
 
-TMPFILES: Final = "/etc/tmpfiles.d/serversync.conf"
+# Not serversync.conf: that would hide the package's own file of this name.
+TMPFILES: Final = "/etc/tmpfiles.d/serversync-recordings.conf"
 DROP_IN: Final = "/etc/systemd/system/serversync.service.d/recordings.conf"
 WRITABLE: Final = "/opt/virtual-voicebot/"  # the unit's ReadWritePaths=
-HOMES: Final = tuple(f"/{each}/" for each in ("home", "root"))  # ProtectHome= of the unit
 # Nothing that tmpfiles.d(5) or a unit reads in another way: no blank, quote, backslash, %, $ or :.
 _PLAIN: Final = re.compile(r"(?:/(?!\.\.?(?:/|$))[\w.@+,=~-]+)+", re.ASCII)
+# Below /var there are places for all; but not where Debian's own programs have theirs.
 _SYSTEM: Final = re.compile(
-    "(?:/home|/var)?/[^/]*|/(?:bin|boot|dev|etc|lib[^/]*|proc|run|sbin|sys|usr)/.*", re.DOTALL
+    "(?:/home|/var)?/[^/]*|/(?:bin|boot|dev|etc|lib[^/]*|proc|root|run|sbin|sys|usr)/.*"
+    "|/var/(?!lib/|local/|opt/|spool/|www/).*|/var/(?:lib|spool)/(?:NetworkManager|anacron|apt|"
+    "bluetooth|cron|cups|dbus|dpkg|exim4|initramfs-tools|mail|misc|pam|polkit-1|postfix|postgresql|"
+    "python|rsyslog|sudo|systemd|ucf)(?:/.*)?",
+    re.DOTALL,
 )
 
 
 def setup_rights(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Opens the backend's directories to the service, whatever the backend's user and umask are,
-    and for what it creates later, too: by default ACLs, which systemd-tmpfiles renews at each boot.
-    Needs no database and no configuration."""
+    and for what it creates later, too: by default ACLs, renewed at each boot. Needs no database and
+    no configuration."""
     if os.geteuid() != 0:
         raise ConfigError([f"only root may give rights: {as_root()}"])
     user = service_user(environ)
@@ -7372,7 +7378,7 @@ def setup_rights(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     problems, places, name = list[str](), dict[str, Place](), arguments.backend_user
     for option, path in named.items():
         try:
-            places |= {option: _place(path)} if path else {}
+            places |= {option: _place(path)} if path is not None else {}
         except ValueError as error:
             problems.append(f"{option} {path!r}: {error}")
     try:
@@ -7383,9 +7389,11 @@ def setup_rights(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
         raise ConfigError(problems)
     rights = {option: _rights(option, place, user, reader) for option, place in places.items()}
     _merge(TMPFILES, rights)
-    applied = _root_runs("systemd-tmpfiles", "--create", TMPFILES)
+    applied = _runs("systemd-tmpfiles", "--create", TMPFILES)
     _merge(DROP_IN, {option: _sandbox(place.path) for option, place in places.items()})
-    _root_runs("systemctl", "daemon-reload")
+    _runs("systemctl", "daemon-reload")
+    for option, place in places.items():
+        applied += _open_inside(place, rights[option][-1], user.pw_gid)
     return max(_said(place, user, applied) for place in places.values())
 
 
@@ -7401,7 +7409,7 @@ class Place:
 
 def _place(path: str) -> Place:
     """Goes there from / by descriptors, and through no link. Nobody but root and its owner can put
-    another one there later; and what that one puts there, systemd-tmpfiles does not follow."""
+    another one there later; and what that one puts there, only recursive lines would follow."""
     path, above, acls = path.rstrip("/") or "/", list[tuple[str, os.stat_result]](), True
     homes = (f"{user.pw_dir}/" for user in pwd.getpwall())
     if _SYSTEM.fullmatch(path) or any(home.startswith(f"{path}/") for home in homes):
@@ -7433,25 +7441,25 @@ def _place(path: str) -> Place:
 
 
 def _rights(option: str, place: Place, user: pwd.struct_passwd, heir: int | None) -> list[str]:
-    """x on the parents that are closed to others; all, and by default, from the directory on down.
-    Where there are no ACLs, by the service's group, which new directories inherit.
+    """x on the parents that are closed to others; all, and by default, on the directory (the last
+    line). Where there are no ACLs, by the service's group, which new directories inherit.
 
     Not rwX: systemd 252 ignores such a line. An x on files does no harm.
     """
     lines = [f"a+ {up} - - - - u:{user.pw_name}:x" for up in place.closed]
     if not place.acls:
         mode = 0o2770 | place.status.st_mode & 0o5
-        return [*lines, f"Z {place.path} ~{mode:o} - {user.pw_gid}"]
+        return [*lines, f"z {place.path} ~{mode:o} - {user.pw_gid}"]
     acl = f"u:{user.pw_name}:rwx,d:u:{user.pw_name}:rwx"
     heir = place.status.st_uid if heir is None else heir
     if option == "--announcements" and heir not in (0, user.pw_uid):
         acl += f",d:u:{heir}:rwx"  # what the agent writes there is for the backend
-    return [*lines, f"A+ {place.path} - - - - {acl}"]
+    return [*lines, f"a+ {place.path} - - - - {acl}"]
 
 
 def _sandbox(path: str) -> Sequence[str]:
     """Nothing for what the shipped unit opens already."""
-    if path.startswith(HOMES):
+    if path.startswith("/home/"):
         return "[Service]", "ProtectHome=tmpfs", f"BindPaths=-{path}"
     return () if path.startswith(WRITABLE) else ("[Service]", f"ReadWritePaths=-{path}")
 
@@ -7475,37 +7483,56 @@ def _merge(path: str, ours: Mapping[str, Sequence[str]]) -> None:
         to_stdout(f"made   {path}")
 
 
-def _root_runs(*command: str) -> str:
-    """What it complained about; nothing where all is well."""
+def _open_inside(place: Place, line: str, group: int) -> str:
+    """The same for what is in the directory already, once, in a process that is its owner's: what
+    he puts in the place of a parent meanwhile gets nothing that he could not give himself. Its
+    group is the service's: it may give files to that, and he may not trace it."""
+    who: dict[str, Any] = {"user": place.status.st_uid, "group": group, "extra_groups": []}
+    with contextlib.suppress(KeyError):
+        owner = pwd.getpwuid(place.status.st_uid)
+        who["extra_groups"] = os.getgrouplist(owner.pw_name, owner.pw_gid)
+    return _runs("systemd-tmpfiles", "--create", "-", input=line[0].upper() + line[1:], **who)
+
+
+def _runs(*command: str, **how: Any) -> str:
+    """What it complained about, a line each. Apart from root's terminal."""
+    how |= {"capture_output": True, "text": True, "start_new_session": True}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        return str(subprocess.run(command, timeout=600, check=False, **how).stderr)
     except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    return done.stderr.strip()
+        return f"{error}\n"
 
 
-def cannot_delete(path: str) -> list[str]:
-    """What keeps this user from deleting the recordings there."""
-    us, above = os.geteuid(), os.stat(path)
+def cannot_delete(path: str, most: int | None = 20) -> list[str]:
+    """What keeps this user from deleting the recordings there: the first ones, or all."""
+    us, above, problems = os.geteuid(), os.stat(path), list[str]()
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         return [f"{path} is read-only here"]
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         return [f"nothing can be deleted in {path}: user {us} may not write there"]
-    problems = []
     with os.scandir(path) as entries:
-        for entry in islice(entries, 20):
-            status = entry.stat(follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
-                continue
-            sticky = above.st_mode & stat.S_ISVTX and us not in (0, above.st_uid, status.st_uid)
-            if status.st_dev != above.st_dev:
-                problems.append(f"{entry.name!r} is on another device than {path}")
-            elif sticky and entry.name != TRASH:
-                problems.append(f"{entry.name!r} cannot be moved by user {us}: {path} is sticky")
-            elif not os.access(entry.path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-                who = f"mode {status.st_mode & 0o7777:o}, owner {status.st_uid}"
-                problems.append(f"{entry.name!r} ({who}) cannot be read and written by user {us}")
+        for entry in islice(entries, most):
+            with contextlib.suppress(FileNotFoundError):  # it just went
+                problems += _cannot_take(path, entry, above)
     return problems[:5]
+
+
+def _cannot_take(path: str, entry: os.DirEntry[str], above: os.stat_result) -> Iterator[str]:
+    us, status = os.geteuid(), entry.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode):
+        return
+    sticky = above.st_mode & stat.S_ISVTX and us not in (0, above.st_uid, status.st_uid)
+    if status.st_dev != above.st_dev:
+        yield f"{entry.name!r} is on another device than {path}"
+    elif sticky and entry.name != TRASH:
+        yield f"{entry.name!r} cannot be moved by user {us}: {path} is sticky"
+    elif not os.access(entry.path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        who = f"mode {status.st_mode & 0o7777:o}, owner {status.st_uid}"
+        yield f"{entry.name!r} ({who}) cannot be read and written by user {us}"
+    else:
+        for file in os.listdir(entry.path):
+            if not os.access(f"{entry.path}/{file}", os.R_OK, effective_ids=True):
+                yield f"{f'{entry.name}/{file}'!r} cannot be read by user {us}"
 
 
 def _said(place: Place, user: pwd.struct_passwd, complaint: str) -> int:
@@ -7515,7 +7542,7 @@ def _said(place: Place, user: pwd.struct_passwd, complaint: str) -> int:
     if child == 0:
         try:
             become(user)
-            problems = cannot_delete(place.path)
+            problems = cannot_delete(place.path, None)
         except OSError as error:
             problems = [f"{place.path}: {error.strerror}"]
         for problem in problems:
@@ -7523,11 +7550,13 @@ def _said(place: Place, user: pwd.struct_passwd, complaint: str) -> int:
         sys.stdout.flush()
         os._exit(EX_PERSON if problems else EX_OK)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != EX_OK:
-        to_stdout(f"       {clean(complaint) or f'namei -l {place.path}'}")
+        to_stdout(f"       {clean(complaint.strip()) or f'namei -l {place.path}'}")
+        others = f"sudo find {place.path} ! -uid {place.status.st_uid}"
+        to_stdout(f"       what does not belong to the directory's owner stays closed: {others}")
         return EX_PERSON
     to_stdout(f"there  {user.pw_name} may write and delete in {place.path}")
     if not place.acls:
-        to_stdout("       no ACLs there, so by group: the backend's unit needs UMask=0002 (README)")
+        to_stdout("       no ACLs there, so by group: the backend's unit needs UMask=0002 (manual)")
     return EX_OK
 
 
@@ -7536,24 +7565,10 @@ def _said(place: Place, user: pwd.struct_passwd, complaint: str) -> int:
 # Named checks, each with a hint to paste. They leave everything as it is; none ends the others.
 # ==================================================================================================
 
-# What RIGHTS does not ask: rights that only some commands need, and tables of the backend that are
-# not there (ours stand in for them). No lock.
-MORE_RIGHTS: Final = """
-select what, without, well is not null
-from (values
-    ('delete on sync_outbox', 'old rows are not pruned',
-     has_table_privilege('sync_outbox', 'delete')),
-    ('insert on sync_outbox', 'what was pruned cannot be retried, nothing be enqueued by hand',
-     has_table_privilege('sync_outbox', 'insert')
-     and has_sequence_privilege(pg_get_serial_sequence('sync_outbox', 'id'), 'usage')
-         is not false),
-    ('recordings', 'the backend does not see what was uploaded',
-     to_regclass('recordings') is not null or null),
-    ('system_settings', 'the interval is SYNC_POLL_INTERVAL_SEC',
-     to_regclass('system_settings') is not null or null)) as needs (what, without, well)
-where well is not true
+OUTBOX_SCHEMA: Final = f"""
+select nspname from pg_namespace n join pg_class c on n.oid = relnamespace where c.oid = {OUTBOX}
 """
-ENABLE_TRIGGER: Final = "alter table sync_outbox enable trigger serversync_wake;"
+ENABLE_TRIGGER: Final = "alter table {}.sync_outbox enable trigger serversync_wake"
 TRIGGER_WRONG: Final = f"""
 select coalesce(min('failed'), 'warning'), coalesce(
     min('with each INSERT serversync_wake runs ' || tgfoid::regprocedure
@@ -7562,57 +7577,73 @@ select coalesce(min('failed'), 'warning'), coalesce(
 where tgrelid = {OUTBOX} and tgname = 'serversync_wake'
 """
 ROOT_ID: Final = "select root_id from serversync.sender"
-# The directories that a pending or dead recording, or an upload, has to do with. Reads all pending
-# rows, as the next one does.
-KNOWN_DIRECTORIES: Final = f"""
+# Those of these directories that no pending or dead recording, and no upload, has to do with. Reads
+# all pending rows, as the next one does.
+UNKNOWN_DIRECTORIES: Final = f"""
+select unnest(%(names)s::text[]) except (
 select coalesce(substring(coalesce(payload->>'filePath', payload->>'file_path')
                           from '([^/]*)/[^/]*$'), payload->>'callId', payload->>'call_id', '')
 from (select payload from sync_outbox o where {PENDING_FILE} and {READABLE}
       union all
       select payload from serversync.dead_letters
       where original_topic = 'recording_file' and status <> 'RESOLVED') as named
-union all select directory from serversync.uploads
+union all select directory from serversync.uploads)
 """
-# Pending recordings that were waited for long enough.
-OVERDUE_FILES: Final = f"""
-select o.id, left(coalesce(o.payload->>'filePath', o.payload->>'file_path'), 4096),
-       left(coalesce(o.payload->>'callId', o.payload->>'call_id'), 1024)
-from sync_outbox o
-where {PENDING_FILE} and {READABLE}
-  and o.created_at < now() - %(grace)s::float8 * interval '1 second'
-  and serversync.uploaded(serversync.to_uuid(coalesce(
-      o.payload->>'recordingId', o.payload->>'recording_id', o.entity_id::text))) is null
+# What failed and waits, by its reason: how many, and the first of them.
+FAILING: Final = f"""
+select code, http_status, min(reason), count(*), min(outbox_id), min(entity_type)
+from serversync.waiting w
+where code <> all (%(known)s::text[]) and {HAS_ENTRY}
+group by code, http_status, case when entity_type = any (%(routes)s::text[]) then entity_type end
+order by count(*) desc limit 9
 """
 # Nobody but a person can decide what becomes of them.
 CORRUPT_ROWS: Final = """
 select outbox_id, entity_type from serversync.waiting
 where code in ('ROW_CORRUPT', 'SESSION_LOST') order by outbox_id limit 9
 """
-GIVE_UP: Final = "update sync_outbox set processed_at = now() where id = {};"
+GIVE_UP: Final = "update sync_outbox set processed_at = now() where id = {}"
 FAILED_DELETIONS: Final = """
 select count(*) over (), outbox_id, directory, error from serversync.uploads
 where error is not null order by outbox_id limit 1
 """
-LAST_URL: Final = """
-select url from serversync.deliveries where url is not null order by id desc limit 1
-"""
-# When the newest entry, and the newest recording, were enqueued. The primary key, backwards.
+# When the newest recording was enqueued, if not before what was pruned. The primary key, backwards.
 LAST_ENQUEUED: Final = """
-select extract(epoch from (select created_at from sync_outbox order by id desc limit 1))::float8,
-       extract(epoch from (select created_at from sync_outbox where entity_type = 'recording_file'
-                           order by id desc limit 1))::float8,
-       coalesce((select value from serversync.counters where name = 'pruned_until'), 0)
+select greatest(extract(epoch from (select created_at from sync_outbox
+                                    where entity_type = 'recording_file'
+                                    order by id desc limit 1))::float8,
+                (select value from serversync.counters where name = 'pruned_until'), 0)
 """
-LOCK_HOLDERS: Final = """
-select a.* from pg_locks l join pg_stat_activity a using (pid) where l.locktype = 'advisory';
-"""
+BACKEND_TABLES: Final = r"\d *.(recordings|system_settings)"
+NEWEST: Final = "select entity_type, max(created_at) from sync_outbox group by 1"
+CREATE_DATABASE: Final = "create database voicebot_utf8 encoding 'UTF8' template template0"
+LOCK_HOLDERS: Final = (
+    "select a.* from pg_locks l join pg_stat_activity a using (pid) where locktype = 'advisory'"
+)
 
+READ_ONLY: Final = """
+select case when pg_is_in_recovery() then 'it is a standby' else 'default_transaction_read_only' end
+where current_setting('transaction_read_only') = 'on'
+"""
+MAKE_WRITABLE: Final = (
+    "begin read write; alter database {} reset default_transaction_read_only; commit"
+)
+# By OpenSSL's number.
+CERTIFICATE: Final = {
+    9: "it is not yet valid: this clock is behind, or it was made too early",
+    10: "it has expired, as this clock says",
+    62: "it is for another name",
+    64: "it is for another address",
+    **dict.fromkeys((18, 19, 20, 21), "it is signed by a CA that this machine does not know"),
+}
+LOOK_AT: Final = "/api/number-groups"  # posting no entries would rewrite the frontend's store
 DAY: Final = 86400.0
-WALK_SEC: Final = 20.0  # for a look at all directories, or at all entries
-EARLY: Final = " (not all were looked at)"
+LOOK_MOST: Final = 5000  # directories or entries; more would be kept in memory
+MEND: Final = "sudo serversync setup"
 CONFIGURE: Final = f"sudo nano {ENV_FILE}; sudo systemctl restart serversync"
 JOURNAL: Final = "serversync status; journalctl -u serversync -n 20"
 CMDLINE: Final = "/boot/firmware/cmdline.txt"
+PACKAGED: Final = "/usr/lib/systemd/system/serversync.service"
 
 
 @dataclass(frozen=True)
@@ -7631,20 +7662,89 @@ class Skip(Exception):
     """A check that cannot be made; says why."""
 
 
-def corrupt_row(row: Sequence[Any]) -> Finding:
-    """(The role's tables may be anything by now: a number in a hint is one.)"""
-    text = f"entry {row[0]} ({row[1]}) cannot be read, its row in sync_outbox is corrupt"
-    return "failed", f"{text}: restore it, or give it up", GIVE_UP.format(int(row[0]))
+# What mends it, or whose it is, by the code and the reason; the first that fits. (A comment is a
+# line for a shell, too.)
+REMEDIES: Final = (
+    ("^DATABASE.*(refused|No such file|starting up)",
+     "sudo systemctl start postgresql; pg_lsclusters"),
+    ("^DATABASE.*(role .* does not exist|authentication)", MEND),
+    ("^DATABASE.*database .* does not exist", "{configure}"),
+    ("^DATABASE", f"pg_lsclusters; {MEND}"),
+    ("^UNAUTHORIZED", "{token}"),
+    ("not yet valid", "sudo timedatectl set-ntp true; sudo systemctl reload serversync"),
+    ("has expired", "timedatectl; {certificate}  # if the clock is right: its owner must renew it"),
+    ("WRONG_VERSION|speak TLS", "{configure}  # FRONTEND_BASE_URL: http, not https, or its port"),
+    ("^TLS", "{certificate}; {configure}  # SYNC_CA_FILE: the PEM file of the CA that signed it"),
+    ("^TOO_LARGE", "# on the machine of the frontend's nginx: echo 'client_max_body_size 200m;' |"
+     " sudo tee /etc/nginx/conf.d/serversync.conf && sudo nginx -s reload"),
+    (" 507", "# the frontend's disk is full: whoever runs it must make room there"),
+    ("^(NOT_FOUND|REDIRECTED|BAD_RESPONSE)", "{curl}; {configure}  # or the network's login page"),
+    ("resolution|not known|No address", "getent hosts {host}; {configure}"),
+    ("^ROOT_MISSING", "findmnt -T {recordings}; ls -la {recordings}"),
+    ("^FILE_UNREADABLE", "{setup}"),
+    ("^(ENTRY|FILE|TOO_SLOW)", "serversync status"),
+    ("", "{curl}  # what the frontend says; whoever runs it must mend it"),
+)  # fmt: skip
+
+
+def corrupt_row(seq: int, entity_type: str) -> str:
+    text = f"entry {seq} ({entity_type}) cannot be read, its row in sync_outbox is corrupt"
+    return f"{text}: restore it, or give it up"
+
+
+def token_hint(config: Config, route: str = "") -> str:
+    """(A start or reload gives the usual file to the service, whoever made it.)"""
+    path = config.token_file or TOKEN_FILE
+    if route and not (path := dict(config.route_token_files or {}).get(route, "")):
+        return f"{CONFIGURE}  # {_OF_TYPE}_TOKEN_FILE: the file with the token for {route}"
+    edit = f"umask 077; nano {shlex.quote(path)}"
+    return f"{shlex.join(['sudo', 'sh', '-c', edit])}; sudo systemctl reload serversync"
+
+
+def remedy(
+    config: Config, code: str, status: int | None, reason: str, entity_type: str = ""
+) -> str:
+    """What stands beside a finding of this code, at the frontend or where a route leads."""
+    told = f"{code} {status} {reason}"
+    line = next(line for pattern, line in REMEDIES if re.search(pattern, told, re.S))
+    to = dict(config.routes or {}).get(entity_type, "")
+    route = entity_type if to else ""
+    url = parse_url(to or config.frontend_base_url)
+    host = shlex.quote((url.host or "").strip("[]"))
+    look = f"openssl s_client -connect {host}:{url.port or 443} </dev/null"
+    ask = ["curl", "-fsSi", "-m", "30", *(["--cacert", config.ca_file] if config.ca_file else [])]
+    curl = shlex.join([*ask, to or f"{config.frontend_base_url}{LOOK_AT}"])
+    path = config.token and (config.token_file or TOKEN_FILE)
+    if path := dict(config.route_token_files or {}).get(route, "") if route else path:
+        curl += f' -H "Authorization: Bearer $(sudo cat {shlex.quote(path)})"'
+    return line.format(
+        host=host, token=token_hint(config, route), configure=CONFIGURE, curl=curl,
+        certificate=f"{look} | openssl x509 -noout -dates -issuer",
+        recordings=shlex.quote(config.recordings_dir), setup=setup_hint(config),
+    )  # fmt: skip
+
+
+def shown(config: Config, name: str, option: Any) -> str:
+    """A setting, without its secret."""
+    value = getattr(config, option.name)
+    if option.name == "database_url":
+        parts = conninfo_to_dict(value)
+        value = " ".join(
+            f"{k}={parts[k]}" for k in ("host", "port", "user", "dbname") if k in parts
+        )
+    value = ", ".join(value) if isinstance(value, (list, dict)) else value
+    text = f"{value:.12g}" if isinstance(value, float) else str(value)
+    return f"{name} {'(not shown)' if value and option.name == 'token' else text or '(not set)'}"
 
 
 class Doctor:
     """The checks, in the order in which they are made, and what they share."""
 
     def __init__(
-        self, config: Config | ConfigError, environ: Mapping[str, str], origins: Mapping[str, str]
+        self, config: Config, environ: Mapping[str, str], origins: Mapping[str, str]
     ) -> None:
-        self._config, self.environ, self.origins = config, environ, origins
-        self._desk: Desk | None = None
+        self.config, self.environ, self.origins = config, environ, origins
+        self._desk: Console | None = None
         self._schema = False
         self._answer = Answer()
         self.process = Process(environ)
@@ -7654,8 +7754,6 @@ class Doctor:
         said = False
         try:
             self.process.check()
-            if look is not Doctor.configuration and isinstance(self._config, ConfigError):
-                raise Skip("the configuration is not usable")
             found = look(self)
             while True:
                 yield next(found)
@@ -7669,26 +7767,21 @@ class Doctor:
             if not said:
                 yield "skipped", str(why), ""
         except Exception as error:
-            hint = "sudo serversync setup" if "setup" in str(error) else JOURNAL
+            hint = MEND if "setup" in str(error) else JOURNAL
             yield "failed", f"cannot be checked: {error or repr(error)}", hint
-
-    @property
-    def config(self) -> Config:
-        assert isinstance(self._config, Config)
-        return self._config
 
     @cached_property
     def view(self) -> dict[str, Any]:
         return survey(self.config, self.environ)
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> Console:
         if self._desk is None:
             raise Skip("the database is not there")
         return self._desk
 
     @property
-    def ledger(self) -> Desk:
+    def ledger(self) -> Console:
         if self.desk and not self._schema:
             raise Skip("the schema serversync is not there")
         return self.desk
@@ -7715,123 +7808,127 @@ class Doctor:
     # --- configuration and database -------------------------------------------------------------
 
     def configuration(self) -> Findings:
-        if isinstance(self._config, ConfigError):
-            for problem in self._config.problems:
-                yield "failed", problem, CONFIGURE
-            return ""
         found: dict[str, list[str]] = {}
         for name, option in OPTIONS.items():
-            value = getattr(self.config, option.name)
-            if option.name == "database_url":
-                parts = conninfo_to_dict(value)
-                value = {k: parts[k] for k in ("host", "port", "user", "dbname") if k in parts}
-            text = f"{value:.12g}" if isinstance(value, float) else str(value)
-            text = "(not shown)" if value and option.name == "token" else text or "(not set)"
-            found.setdefault(self.origins.get(name, "default"), []).append(f"{name} {text}")
-        for origin, shown in found.items():
-            yield "ok", f"from {origin}: {', '.join(shown)}", ""
+            origin = self.origins.get(name, "default")
+            found.setdefault(origin, []).append(shown(self.config, name, option))
+        for origin, settings in found.items():
+            yield "ok", f"from {origin}: {', '.join(settings)}", ""
+        if names := ", ".join(self.config.not_used):
+            yield "ok", f"not used by serversync: {names} (see SYNC_LOG_LEVEL)", ""
         return ""
 
     def database(self) -> Findings:
         try:
-            self._desk = Desk(self.config, "doctor")
+            self._desk = Console(self.config, "doctor")
         except Unavailable as error:
-            yield "failed", str(error), "pg_lsclusters; sudo serversync setup"
+            yield "failed", str(error), remedy(self.config, "DATABASE", None, str(error))
             return ""
+        for (why,) in self._desk.run(READ_ONLY):
+            name = self._desk.conn.info.dbname
+            mends = self._desk.psql(MAKE_WRITABLE, name, user=SUPERUSER)
+            hint = CONFIGURE if "standby" in why else mends
+            yield "failed", f"it is read-only ({why}): nothing can be sent", hint
         info = self._desk.conn.info
         version = info.parameter_status("server_version")
         return f"{info.dbname} at {info.host} as {info.user}, PostgreSQL {version}"
 
     def rights(self) -> Findings:
-        outbox, _, _, _, role, name, missing, encoding = self.desk.run(RIGHTS)[0]
-        if not outbox:
-            yield "failed", f"database {name} has no table sync_outbox", CONFIGURE
+        needs = self.desk.run(LACKS, needs=json.dumps(NEEDS), who=None, schema=None)
+        info = self.desk.conn.info
+        if not needs[0][1]:
+            yield "failed", f"database {info.dbname} has no table sync_outbox", CONFIGURE
             return ""
-        for what in missing:
-            yield "failed", f"no right to {what}", f"grant {what} to {role};"
+        for relation, there, lacks, required, lost in needs:
+            if lacks:
+                text = f"no right to {lacks} on {relation}: {lost}"
+                yield "failed" if required else "warning", text, MEND
+            elif required and not there:
+                yield "warning", f"no table {relation}: {lost}", self.desk.psql(BACKEND_TABLES)
+        for (other,) in self.desk.run(ENQUEUE_OTHERS):
+            text = f"{other} may be called instead of ours, unless called as serversync(8) says"
+            yield "warning", f"{text}: is it needed?", self.desk.psql(r"\df *.serversync_enqueue")
         if not self.desk.run(ENQUEUE_STATE)[0][0]:
-            yield "warning", "no serversync_enqueue to enqueue by hand", "sudo serversync setup"
-        for what, without, right in self.desk.run(MORE_RIGHTS):
-            text = f"no {'right to' if right else 'table'} {what}: {without}"
-            yield "warning", text, f"grant {what} to {role};" if right else rf"\d *.{what}"
-        if encoding not in ("UTF8", "SQL_ASCII"):
-            hint = "create database voicebot encoding 'UTF8' template template0;"
-            yield "failed", f"the encoding of {name} is {encoding}, it must be UTF8", hint
-        return f"role {role} may do all that is needed"
+            yield "warning", "no serversync_enqueue to enqueue by hand", MEND
+        if (encoding := info.parameter_status("server_encoding")) not in ("UTF8", "SQL_ASCII"):
+            text = f"the encoding of {info.dbname} is {encoding}, it must be UTF8"
+            yield "failed", text, self.desk.psql(CREATE_DATABASE, user=SUPERUSER)
+        return f"role {info.user} may do all that is needed"
 
     def schema(self) -> Findings:
-        known = self.desk.run(VERSION)[0][0] if self.desk.run(RIGHTS)[0][3] else 0
+        known = 0
+        with contextlib.suppress(Unavailable):  # it is not there, or not for this role
+            known = self.desk.run(VERSION)[0][0]
         self._schema = known > 0
         if known != SCHEMA_VERSION:
-            text = f"version {known}, this program wants {SCHEMA_VERSION}"
-            newer = "sudo apt install --only-upgrade serversync"
-            yield "failed", text, newer if known > SCHEMA_VERSION else "sudo serversync setup"
+            hint = MEND if known < SCHEMA_VERSION else "sudo apt install --only-upgrade serversync"
+            yield "failed", f"version {known}, this program wants {SCHEMA_VERSION}", hint
         return f"version {known}"
 
     def index(self) -> Findings:
         state = self.desk.run(INDEX_STATE)
         if state != [(True,)]:
             text = "is not valid: it costs and serves nobody" if state else "is not there: slower"
-            hint = f"{DROP_INDEX}; {CREATE_INDEX};"
-            yield "warning", f"sync_outbox_serversync_pending {text}", hint
+            yield "warning", f"sync_outbox_serversync_pending {text}", MEND
         return "sync_outbox_serversync_pending is valid"
 
     def trigger(self) -> Findings:
         state = self.desk.run(TRIGGER_STATE)
         if not state:
             status, text = self.desk.run(TRIGGER_WRONG)[0]
-            yield status, text, "sudo serversync setup"
+            yield status, text, MEND
         elif state != [(True,)]:
-            yield "warning", "serversync_wake is disabled: polling only", ENABLE_TRIGGER
+            hint = self.desk.psql(ENABLE_TRIGGER, *self.desk.run(OUTBOX_SCHEMA)[0], user=SUPERUSER)
+            yield "warning", "serversync_wake is disabled: polling only", hint
         return "serversync_wake is enabled"
 
     def notify(self) -> Findings:
-        """A round trip between two sessions: a pooler between us and them would keep it."""
-        word, heard, until = uuid.uuid4().hex, list[str](), time.monotonic() + 2.0
-        self.desk.conn.add_notify_handler(lambda notify: heard.append(notify.payload))
-        self.desk.run("listen serversync_doctor")
-        with Desk(self.config, "doctor") as other:
-            other.run("select pg_notify('serversync_doctor', %(word)s::text)", word=word)
-        while word not in heard and time.monotonic() < until:
-            self.desk.run("select pg_sleep(0.02)")
-        if word not in heard:
-            text = "a NOTIFY does not arrive within 2 s (a pooler?): polling only"
-            yield "warning", text, CONFIGURE
-        if self.view["agent"]["state"] == "running" and self.view["checks"]["listening"] is False:
+        if not self.view["checks"]["listening"]:
+            if self.view["agent"]["state"] != "running":
+                raise Skip("no running agent is seen here")
             yield "warning", "the agent does not listen", JOURNAL
-        return "a NOTIFY arrives"
+        return "the agent listens"
 
     # --- the frontend ---------------------------------------------------------------------------
 
     def frontend(self) -> Findings:
-        """By a question that changes nothing; posting no entries rewrites the frontend's store."""
-        url = f"{self.config.frontend_base_url}/api/number-groups"
-        asked = get(Frontend(self.config, self.process), "/api/number-groups")
+        """By a question that changes nothing."""
+        url = f"{self.config.frontend_base_url}{LOOK_AT}"
+        asked = get(Frontend(self.config, self.process), LOOK_AT)
         self._answer = answer = drive(asked, self.process)
         well = isinstance(answer.said, dict) and answer.said.get("ok") is True
         long = answer.status == 200 and not answer.complete and answer.body[:1] == b"{"
         if not well and not long and answer.status not in (401, 403):
-            hint = f"curl -sSi {shlex.quote(url)}; timedatectl"
+            verdict = classify(answer)
             # Entries arrive: then it is there, and only the pages of its settings are not.
             sent = (self.view["deliveries"] or {}).get("last_success_at")
             there = answer.status == 404 and self.gets_through and sent
-            yield "warning" if there else "failed", f"{url}: {classify(answer).reason}", hint
+            hint = remedy(self.config, verdict.code, answer.status, verdict.reason)
+            yield "warning" if there else "failed", f"{url}: {verdict.reason}", hint
         return f"{url} answered HTTP {answer.status} in {answer.duration:.2f} s"
 
     @property
     def gets_through(self) -> bool:
-        return self.view["agent"]["state"] == "running" and not self.view["outages"]
+        return self.view["agent"]["state"] == "running" and not self.outages
+
+    @property
+    def outages(self) -> list[Any]:
+        """The frontend's own."""
+        return [each for each in self.view["outages"] if each["endpoint"] in ("entries", "files")]
 
     def token(self) -> Findings:
-        if self.answer.status in (401, 403) and not self.config.token and self.gets_through:
-            raise Skip("the service has one of its own (a systemd credential), and gets through")
-        if self.answer.status in (401, 403):
-            text = "none is set here (a systemd credential is seen by the service alone)"
-            text = "the frontend does not accept ours" if self.config.token else text
-            yield "failed", f"HTTP {self.answer.status}: {text}", CONFIGURE
-        if self.answer.status != 200:
+        ours, status, hint = self.config.token, self.answer.status, token_hint(self.config)
+        if status in (401, 403):
+            if not ours and self.gets_through:
+                raise Skip("the service has one of its own, and gets through")
+            text = "none is set here"
+            text = "the frontend does not accept ours" if ours else text
+            yield "failed", f"HTTP {status}: {text}", hint
+        elif any(outage["code"] == "UNAUTHORIZED" for outage in self.outages):
+            yield "failed", "accepted here, but not with the agent's entries", hint
+        elif status != 200:
             raise Skip("the frontend does not say")
-        return "accepted" if self.config.token else "none is set, and none is wanted"
+        return "accepted" if ours else "none is set, and none is wanted"
 
     def certificate(self) -> Findings:
         url = parse_url(self.config.frontend_base_url)
@@ -7841,24 +7938,31 @@ class Doctor:
                 text = "without TLS everybody on the way can read the token"
                 yield "warning", text, f"curl -I https://{host}/"
             raise Skip("the frontend's URL begins with http:")
-        with (
-            self.process.deadline(limit if self.answer else 0, None),
-            socket.create_connection((host, port), limit) as plain,
-            tls_context(self.config).wrap_socket(plain, server_hostname=host) as tls,
-        ):
-            until = str((tls.getpeercert() or {})["notAfter"])
+        try:
+            with (
+                self.process.deadline(limit, None),
+                socket.create_connection((host, port), limit) as plain,
+                tls_context(self.config).wrap_socket(plain, server_hostname=host) as tls,
+            ):
+                until = str((tls.getpeercert() or {})["notAfter"])
+        except ssl.SSLError as error:
+            text = CERTIFICATE.get(getattr(error, "verify_code", -1), f"TLS fails: {error}")
+            if re.search("WRONG_VERSION|EOF", str(error)):
+                text = f"port {port} does not speak TLS"
+            yield "failed", text, remedy(self.config, "TLS_ERROR", None, f"{text} {error}")
+            return ""
+        except OSError:
+            raise Skip("the frontend cannot be reached") from None
         days = int((ssl.cert_time_to_seconds(until) - time.time()) / DAY)
         if days < 14:
-            ask = f"openssl s_client -connect {shlex.quote(host)}:{port} </dev/null"
             text = f"the frontend's certificate ends in {count(days, 'day')}"
-            yield "warning", text, f"{ask} | openssl x509 -noout -dates"
+            yield "warning", text, remedy(self.config, "TLS_ERROR", None, "has expired")
         return f"good for {count(days, 'day')}"
 
     def clock(self) -> Findings:
+        date = self.answer.headers.get("date", "")
         try:
-            off = (
-                time.time() - parsedate_to_datetime(self.answer.headers.get("date", "")).timestamp()
-            )
+            off = time.time() - parsedate_to_datetime(date).timestamp()
         except ValueError:
             raise Skip("the frontend's answer has no date") from None
         text = f"{abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the frontend's"
@@ -7871,72 +7975,44 @@ class Doctor:
     # --- recordings -----------------------------------------------------------------------------
 
     def recordings(self) -> Findings:
-        path = shlex.quote(self.config.recordings_dir)
         whose = f"as user {os.geteuid()} sees it here; the service may see it otherwise"
+        look = remedy(self.config, "ROOT_MISSING", None, "")
         try:
             with self.root():
                 problems = cannot_delete(self.config.recordings_dir)
         except EntryTrouble as trouble:
-            look = f"findmnt -T {path}; ls -la {path}"
-            rights = setup_hint(self.config.recordings_dir)
-            yield "failed", str(trouble), rights if "may not" in str(trouble) else look
+            denied = re.search("denied|may not", str(trouble))
+            yield "failed", str(trouble), setup_hint(self.config) if denied else look
             return ""
         for problem in problems:
-            hint = f"findmnt -T {path}; systemctl show serversync -p ReadWritePaths"
+            hint = f"{look}; systemctl show serversync -p ReadWritePaths"
             if re.search("denied|by user|may not", problem):
-                sticky = f"sudo chmod -t {path}; " if "sticky" in problem else ""
-                hint = f"{sticky}{setup_hint(self.config.recordings_dir)}"
+                hint = setup_hint(self.config, "sticky" in problem)
             yield "failed", f"{problem} ({whose})", hint
+        if self.view["recordings"].get("deletions_failed"):
+            raise Skip("deletions fail, see there")
         return f"{self.config.recordings_dir} is the right one and deletable, {whose}"
 
-    @cached_property
-    def known(self) -> Sieve:
-        """Directories that entries know of. Asked once: there may be many."""
-        return Sieve(name for (name,) in self.ledger.pages(KNOWN_DIRECTORIES))
+    def unknown(self, which: Callable[[int, str, float], bool]) -> tuple[list[str], str]:
+        """Those of the calls on the disk that no entry knows of. (None knows one that is no UTF-8.)
+        And what is to be said if there were too many."""
+        with self.root() as root:
+            some = (name for name, changed in calls_on_disk(root) if which(root, name, changed))
+            found = {n.encode("utf-8", "replace").decode(): n for n in islice(some, LOOK_MOST)}
+        names = [found[name] for (name,) in self.ledger.run(UNKNOWN_DIRECTORIES, names=[*found])]
+        return names, " (not all were looked at)" if len(found) == LOOK_MOST else ""
 
     def orphans(self) -> Findings:
-        number, size, names, now = 0, 0, list[str](), time.time()
-        until = time.monotonic() + WALK_SEC
-        with self.root() as root:
-            for name, changed in calls_on_disk(root):
-                if now - changed > DAY and name not in self.known:
-                    with contextlib.suppress(FileNotFoundError):  # deleted while we look
-                        size += bytes_in(os.path.join(self.config.recordings_dir, name))
-                        number += 1
-                        names += [name] if number <= 3 else []
-                if time.monotonic() > until:
-                    break
-        early = EARLY if time.monotonic() > until else ""
-        if number:
-            text = f"{count(number, 'directory', 'directories')} ({human(size)}) no entry knows of"
-            hint = f"cd {shlex.quote(self.config.recordings_dir)} && ls -la -- {shlex.join(names)}"
-            yield "warning", f"{text}, older than a day{early}: {', '.join(names)}", hint
+        size, yesterday, where = 0, time.time() - DAY, self.config.recordings_dir
+        names, early = self.unknown(lambda root, name, changed: changed < yesterday)
+        if names:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    size += size_of(os.path.join(where, name), float("inf"), 1) or 0
+            text = f"{count(len(names), 'directory', 'directories')} ({human(size)}) no entry knows"
+            hint = f"cd {shlex.quote(where)} && ls -la -- {shlex.join(names[:3])}"
+            yield "warning", f"{text} of, older than a day{early}: {', '.join(names[:3])}", hint
         return f"none is older than a day{early}"
-
-    def missing_files(self) -> Findings:
-        number, seqs, until = 0, list[int](), time.monotonic() + WALK_SEC
-        with self.root() as root:
-            for seq, path, call in self.ledger.pages(
-                OVERDUE_FILES, grace=self.config.file_grace_sec
-            ):
-                if self._is_gone(root, path, call):
-                    number += 1
-                    seqs += [seq] if number <= 3 else []
-                if time.monotonic() > until:
-                    break
-        early = EARLY if time.monotonic() > until else ""
-        if number:
-            text = f"{count(number, 'pending recording')} without a file on disk{early}: {seqs}"
-            yield "warning", text, f"select * from sync_outbox where id = any (array{seqs});"
-        return f"each pending recording has its file{early}"
-
-    def _is_gone(self, root: int, path: str | None, call: str | None) -> bool:
-        try:
-            where = "/".join(locate(path, call, self.config.recordings_dir))
-            os.stat(where, dir_fd=root, follow_symlinks=False)
-        except (EntryTrouble, OSError) as error:
-            return isinstance(error, FileNotFoundError)
-        return False
 
     def deletions(self) -> Findings:
         for number, seq, directory, error in self.ledger.run(FAILED_DELETIONS):
@@ -7959,59 +8035,26 @@ class Doctor:
     def arrivals(self) -> Findings:
         """Recordings of the last hour do not count: their calls may be going on. Nor do those that
         an entry knows, nor what is older than what was pruned."""
-        least = time.time() - 3600
-        *enqueued, pruned = self.ledger.run(LAST_ENQUEUED)[0]
-        for what, at in zip(("entry", "recording_file"), enqueued, strict=True):
-            since = max(at or 0.0, pruned) + 6 * 3600
-            with self.root() as root:
-                names = (name for name, _ in calls_on_disk(root))
-                late = (name for name in names if since < audio_time(root, name) < least)
-                unknown = any(name not in self.known for name in late)
-            if unknown:
-                text = f"recordings on disk are hours newer than the newest {what} of the outbox"
-                hint = "select entity_type, max(created_at) from sync_outbox group by 1;"
-                yield "warning", f"{text}: does the backend write it?", hint
+        since, until = self.ledger.run(LAST_ENQUEUED)[0][0] + 6 * 3600, time.time() - 3600
+        if self.unknown(lambda root, name, _: since < audio_time(root, name) < until)[0]:
+            text = "recordings on disk are hours newer than the newest recording_file of the outbox"
+            yield "warning", f"{text}: does the backend write it?", self.desk.psql(NEWEST)
         return "what is recorded is enqueued"
 
-    def file_urls(self) -> Findings:
-        ours = parse_url(self.config.frontend_base_url).host or ""
-        for (url,) in self.ledger.run(LAST_URL):
-            host = parse_url(url).host or ""
-            inner = is_loopback(host) or not re.search(r"[.:]", host)
-            if inner and host != ours and not is_loopback(ours):
-                text = f"the frontend says {url}: only the frontend itself can reach {host}"
-                yield "warning", text, f"curl -sSI {shlex.quote(mask(url))}  # as its users would"
-        return "the last one can be reached from outside, or there is none"
-
     def settings(self) -> Findings:
-        view, directory = self.view["settings"], self.config.announcements_dir
+        view, directory = self.view["settings"], self.config.announcement_audio_dir
         if not self.config.frontend_sync_interval_sec:
             raise Skip("FRONTEND_SYNC_INTERVAL_SEC is 0: they are not pulled")
-        for why in SettingsStore(self.ledger.session).missing().values():
-            rights = "sudo serversync setup" if "setup" in why else r"\d"
-            yield "warning", f"{why.partition(': run')[0]}: it stays as it is", rights
         if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
             text = f"user {os.geteuid()} cannot write announcements' audio to {directory}"
-            hint = f"sudo serversync setup --announcements {shlex.quote(directory)}"
-            yield "warning", text, hint
-        for each in view["sections"]:
-            name = each["section"]
-            if each["held"]:
-                text = f"{name} is held back: {held_text(each['items'], each['held'])}"
-                yield "failed", text, f"serversync settings; {accept_hint(name)}"
-            if each["error"]:
-                text = f"{name} cannot be applied: {each['error']}"
-                yield "warning", text, "serversync settings pull --dry-run"
-            if each["skipped"]:
-                text = f"{name}: {count(each['skipped'], 'item')} skipped: "
-                yield "warning", text + remarks_text(each["remarks"]), "serversync settings"
+            yield "warning", text, setup_hint(self.config)
+        yield from settings_told(view)
         for name, why in ((view["audio"] or {}).get("problems") or {}).items():
             yield "warning", f"announcement audio {name}: {why}", "serversync settings"
         if view["trouble"]:
             text = f"none since {view['trouble']['since']}: {view['trouble']['reason']}"
             yield "failed", text, "serversync settings pull --dry-run"
-        pulled = max((str(each["pulled_at"] or "") for each in view["sections"]), default="")
-        return f"last pull {since(pulled)} ago" if pulled else "none were pulled yet"
+        return f"last pull {since(view['pulled_at'])} ago" if view["pulled_at"] else "none yet"
 
     # --- the agent and its machine --------------------------------------------------------------
 
@@ -8019,114 +8062,101 @@ class Doctor:
         agent = self.view["agent"]
         if agent["state"] == "stopped":
             yield "failed", "no agent runs", f"sudo systemctl start serversync; {JOURNAL}"
-        elif agent["state"] == "standby":
-            yield "warning", "a standby: another agent holds the lock", LOCK_HOLDERS
-        elif agent["state"] == "elsewhere":
-            yield "warning", "none is seen here, but another session holds the lock", LOCK_HOLDERS
-        return f"running since {agent['since']}: {agent['sentence']}"
+        elif agent["state"] in ("standby", "elsewhere"):
+            text = {"standby": STANDBY}.get(agent["state"], NOT_HERE["elsewhere"][1])
+            yield "warning", text, self.desk.psql(LOCK_HOLDERS)
+        elif self.view["health"]["state"] == "outage" and not self.view["outages"]:
+            yield "failed", self.view["health"]["sentence"], JOURNAL
+        return f"running since {agent['since']}"
 
     def unit(self) -> Findings:
         keys = ("UnitFileState", "ActiveState", "WatchdogUSec", "NRestarts", "Result")
-        unit = unit_properties("LoadState", *keys)
+        unit = unit_properties("LoadState", "FragmentPath", *keys)
         if not unit:
             raise Skip("there is no systemd here")
         if unit["LoadState"] == "not-found":
             raise Skip("there is no serversync.service")
-        if not unit["UnitFileState"].startswith("enabled"):
-            yield "warning", "it does not start at boot", "sudo systemctl enable serversync"
-        if unit["ActiveState"] != "active":
-            text = f"{unit['ActiveState']}: {unit['Result']}"
-            yield "failed", text, f"sudo systemctl start serversync; {JOURNAL}"
-        if unit["WatchdogUSec"] in ("0", "infinity"):
-            text = "its watchdog is off, by WatchdogSec= in a drop-in"
-            yield "warning", text, "systemctl cat serversync"
-        if unit["NRestarts"] != "0":
-            yield "warning", f"systemd restarted it {unit['NRestarts']} times", JOURNAL
+        state, path, restarts = unit["ActiveState"], unit.get("FragmentPath", ""), unit["NRestarts"]
+        start = f"sudo systemctl start serversync; {JOURNAL}"
+        for wrong, status, text, hint in (
+            (not unit["UnitFileState"].startswith("enabled"), "warning",
+             "it does not start at boot", "sudo systemctl enable serversync"),
+            (state != "active", "failed", f"{state}: {unit['Result']}", start),
+            (unit["WatchdogUSec"] in ("0", "infinity"), "warning",
+             "its watchdog is off, by WatchdogSec= in a drop-in", "systemctl cat serversync"),
+            (restarts != "0", "warning", f"systemd restarted it {restarts} times", JOURNAL),
+            (path.startswith("/etc/") and os.path.exists(PACKAGED), "warning",
+             f"{path} hides the package's", f"diff -u {PACKAGED} {shlex.quote(path)}"),
+        ):  # fmt: skip
+            if wrong:
+                yield status, text, hint
         return "enabled, active, watched"
 
     def memory_cgroup(self) -> Findings:
+        """What keeps MemoryMax= from doing anything."""
         text = ""
         for path in ("/sys/fs/cgroup/cgroup.controllers", "/proc/cgroups"):
             with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
                 text += file.read()
+        unit = unit_properties("ControlGroup", "MemoryMax")
+        limit = f"/sys/fs/cgroup{unit.get('ControlGroup', '')}/memory.max"
         if not re.search(r"\bmemory\b(?!\s+\d+\s+\d+\s+0$)", text, re.M):
             hint = f"sudo sed -i '1{{/cgroup_enable=memory/!s/$/ cgroup_enable=memory/}}' {CMDLINE}"
-            text = (
-                "the kernel has none, and MemoryMax= does nothing; with this, from the next boot on"
-            )
-            yield "warning", text, hint
+            why = "the kernel has none, and MemoryMax= does nothing"
+            yield "warning", f"{why}; with this, from the next boot on", hint
+        elif unit.get("ControlGroup") and not os.path.exists(limit):
+            hint = f"sudo systemctl set-property serversync MemoryMax={unit['MemoryMax']}"
+            yield "warning", f"MemoryMax= is not enforced: there is no {limit}", hint
         return "the kernel has it"
 
     def outage(self) -> Findings:
         if self.view["agent"]["state"] != "running":
             raise Skip("no running agent is seen here")
-        for outage in outages_of(self.view):
-            text = f"{outage['endpoint']}, since {outage['since']}: {outage['reason']}"
-            yield "failed", text, JOURNAL
+        for text, outage in outages_told(self.view["outages"], time.time()):
+            code, reason, where = (outage[key] for key in ("code", "reason", "endpoint"))
+            hint = remedy(self.config, code, None, reason, where.removeprefix("route "))
+            yield "failed", text, hint
         return "none"
 
     def backlog(self) -> Findings:
         outbox = self.view["outbox"]
         if outbox is None:
             raise Skip("the database is not there, or not set up")
+        known = {*CORRUPT_CODES, *PATIENT, *(outage["code"] for outage in self.view["outages"])}
+        among = {"known": [*known], "routes": [*self.config.routes]}
+        for code, status, why, number, seq, kind in self.ledger.run(FAILING, **among):
+            text = f"{count(number, 'entry', 'entries')} ({code}; the first is {seq}, {kind})"
+            yield "warning", f"{text} retried: {why}", remedy(self.config, code, status, why, kind)
         text = f"{outbox['pending']} pending"
         if outbox["oldest_seconds"] > 3600:
             text += f", the oldest for {outbox['oldest_seconds'] / 3600:.1f} h"
-            yield "warning", f"{text}: {outbox['reasons'] or 'no failures'}", "serversync status"
+            yield "warning", text, "serversync status"
         return text
 
     def corrupt_rows(self) -> Findings:
-        yield from map(corrupt_row, self.ledger.run(CORRUPT_ROWS))
+        for seq, entity_type in self.ledger.run(CORRUPT_ROWS):
+            give_up = self.desk.psql(GIVE_UP.format(int(seq)))
+            yield "failed", corrupt_row(seq, entity_type), give_up
         return "none"
 
     def dead_letters(self) -> Findings:
-        letters = self.view["dead_letters"]
-        if letters is None:
+        if self.view["dead_letters"] is None:
             raise Skip("the database is not there, or not set up")
-        number = letters["PENDING"] + letters["DEAD"]
-        if number:
+        if number := open_letters(self.view):
             yield "warning", f"{count(number, 'entry', 'entries')} given up", "serversync dlq list"
         return "none"
 
 
-CHECKS: Final = (
-    Doctor.configuration, Doctor.database, Doctor.rights, Doctor.schema, Doctor.index,
-    Doctor.trigger, Doctor.notify, Doctor.frontend, Doctor.token, Doctor.certificate, Doctor.clock,
-    Doctor.recordings, Doctor.orphans, Doctor.missing_files, Doctor.deletions, Doctor.disk,
-    Doctor.arrivals, Doctor.file_urls, Doctor.settings, Doctor.agent, Doctor.unit,
-    Doctor.memory_cgroup, Doctor.outage, Doctor.backlog, Doctor.corrupt_rows,
-    Doctor.dead_letters,
-)  # fmt: skip
+# All of them, as they stand there.
+CHECKS: Final = {
+    name.replace("_", " "): look
+    for name, look in vars(Doctor).items()
+    if getattr(look, "__annotations__", {}).get("return") == "Findings"
+}
 
 
 def is_loopback(host: str) -> bool:
     return bool(re.fullmatch(r"localhost|127\..*|\[?::1\]?|0\.0\.0\.0", host))
-
-
-class Sieve:
-    """Which names were added, in one megabyte however many they are (bits of a hash, after Bloom).
-    With 200,000 in it, one of 3000 others is taken for one of them."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._bits = bytearray(1 << 20)
-        for name in names:
-            for at, bit in self._places(name):
-                self._bits[at] |= bit
-
-    @staticmethod
-    def _places(name: str) -> list[tuple[int, int]]:
-        number = hash(name)
-        return [(number >> n & 0xFFFFF, 1 << (number >> n + 20 & 7)) for n in (0, 20, 40)]
-
-    def __contains__(self, name: str) -> bool:
-        return all(self._bits[at] & bit for at, bit in self._places(name))
-
-
-def bytes_in(path: str) -> int:
-    """The bytes of a call's files; FileNotFoundError if it is gone."""
-    with contextlib.suppress(PermissionError):
-        return size_of(path, float("inf"), 1) or 0
-    return 0
 
 
 def calls_on_disk(root: int) -> Iterator[tuple[str, float]]:
@@ -8149,39 +8179,43 @@ def audio_time(root: int, name: str) -> float:
 def doctor(
     config: Config | ConfigError, environ: Mapping[str, str], origins: Mapping[str, str]
 ) -> Iterator[Check]:
-    if isinstance(config, Config):
-        configure_logging(config)
+    if isinstance(config, ConfigError):
+        for problem in config.problems:
+            yield Check("configuration", "failed", clean(problem, 4096), CONFIGURE)
+        for name in [*CHECKS][1:]:
+            yield Check(name, "skipped", "the configuration is not usable")
+        return
+    configure_logging(config)
     made = Doctor(config, environ, origins)
-    for look in CHECKS:
+    for name, look in CHECKS.items():
         for status, text, hint in made.findings(look):
-            name = look.__name__.replace("_", " ")
             # Not masked: what is pasted must stay quoted as it is.
-            hint = _CONTROL.sub(" ", hint).strip()
-            hint = hint.encode("utf-8", "replace").decode()
+            hint = _CONTROL.sub(" ", hint).strip().encode("utf-8", "replace").decode()
             yield Check(name, status, clean(text, 4096), hint)
 
 
-def print_checks(checks: Iterable[Check], for_programs: bool) -> int:
-    """As they come, and a verdict at the end; returns the exit code."""
-    colours = {"ok": "good", "warning": "warn", "failed": "bad", "skipped": "dim"}
+def print_checks(checks: Iterable[Check], arguments: argparse.Namespace) -> int:
+    """As they come, on a terminal only what is not well, and a verdict at the end; or in one line.
+    Returns the exit code."""
+    kinds = ("failed", "warning", "ok", "skipped")
+    shown = kinds if arguments.all or not sys.stdout.isatty() else kinds[:2]
     seen = []
     for check in checks:
         seen.append(check)
-        status = paint(colours[check.status], f"{check.status:<8}")
+        status = paint(check.status, f"{check.status:<8}")
         hint = f"\n{'':<9}{check.hint}" if check.hint else ""
-        if not for_programs:
+        if check.status in shown and not arguments.json and not arguments.brief:
             to_stdout(f"{status} {check.name}: {check.text}{hint}")
             sys.stdout.flush()
-    failed, warnings = (
-        len({check.name for check in seen if check.status == status})
-        for status in ("failed", "warning")
-    )
-    said = [f"{count(failed, 'check')} failed"] if failed else []
-    said += [count(warnings, "warning")] if warnings else []
+    named = {kind: {each.name for each in seen if each.status == kind} for kind in kinds}
+    said = [f"{count(len(named['failed']), 'check')} failed"] if named["failed"] else []
+    said += [count(len(named["warning"]), "warning")] if named["warning"] else []
     verdict = ", ".join(said) or "all is well"
-    shown = {"verdict": verdict, "checks": [asdict(check) for check in seen]}
-    to_stdout(as_json(shown) if for_programs else verdict)
-    return EX_PERSON if failed else EX_OK
+    worst = min(seen, key=lambda check: kinds.index(check.status))
+    brief = f"{verdict}; {worst.name}: {worst.text}" if said else verdict
+    for_programs = {"verdict": verdict, "checks": [asdict(check) for check in seen]}
+    to_stdout(as_json(for_programs) if arguments.json else brief if arguments.brief else verdict)
+    return EX_PERSON if named["failed"] else EX_OK
 
 
 def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -8190,12 +8224,8 @@ def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     with contextlib.suppress(ConfigError):
         found = dict.fromkeys(read_env_file(path, {}), "file")
     found |= {name: "environment" for name in OPTIONS if environ.get(name, "").strip()}
-    if "SYNC_TOKEN_FILE" in found:
-        found["SYNC_TOKEN"] = found["SYNC_TOKEN_FILE"]
-    credential = os.path.join(environ.get("CREDENTIALS_DIRECTORY") or "/nonexistent", "token")
-    with contextlib.suppress(OSError):
-        if os.path.getsize(credential) > 1:
-            found["SYNC_TOKEN"] = "credential"
+    if "SYNC_TOKEN_FILE" in found or os.path.exists(TOKEN_FILE):
+        found["SYNC_TOKEN"] = found.get("SYNC_TOKEN_FILE", "file")
     return found
 
 
@@ -8210,26 +8240,27 @@ def do_doctor(
         config = error
     origins = origins_of(arguments.env_file, environ)
     try:
-        return print_checks(doctor(config, environ, origins), arguments.json)
+        return print_checks(doctor(config, environ, origins), arguments)
     except Stopping:
         return EX_TEMPFAIL
 
 
 # ==================================================================================================
 # The admin interface
-# A process of its own: one answer a connection, a deadline on everything. One loop reads and writes
-# at the pace of those who ask; four workers find the answers. Its socket is systemd's: the process
-# ends when nobody asks, and the next one finds what came meanwhile.
+# A process of its own: one answer a connection, a deadline on everything. A loop of asyncio, which
+# psycopg has loaded anyway, hears all at their own pace; four threads find the answers and give
+# them. Its socket is systemd's: it ends when nobody asks, and another finds what came meanwhile.
 # ==================================================================================================
 
 ADMIN_LISTEN: Final = "/run/serversync/admin.sock"
 ADMIN_IDLE: Final = 60.0
-WORKERS: Final = 4
-OPEN_MOST: Final = 512  # connections; others wait in the backlog until one has gone
+WORKERS: Final = 4  # and so many answers are in memory at a time
+OPEN_MOST: Final = 512  # connections
+SILENT_SEC, STALLED_SEC = 1.0, 0.25  # who asks, or reads, nothing for so long makes room
 REQUEST_SEC, ANSWER_SEC, LINGER_SEC = 5.0, 10.0, 2.0  # for all of it, not for a byte
 LINGER_MAX: Final = 64 * 1024
 RETRY_ALL_SEC: Final = 10.0  # a browser waits for it
-HUNG_SEC: Final = 60.0  # a worker that takes longer keeps the watchdog from being fed
+LETTERS_SHOWN: Final = 20  # of those that are open, by the page
 JOIN_SEC: Final = 25.0  # for the requests at hand, when it is to end
 NO_TOKEN: Final = (
     "on TCP every request needs a token, and none is configured: set SYNC_ADMIN_TOKEN_FILE, or"
@@ -8237,9 +8268,8 @@ NO_TOKEN: Final = (
 )
 _REQUEST_LINE: Final = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
 _FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*?)[ \t]*")
-_BARE_LF: Final = re.compile(rb"(?<!\r)\n")
-_HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?")
-_LISTEN: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9.-]+)):([0-9]{1,5})")
+_HEAD_END: Final = re.compile(rb"\r\n\r\n|(?<!\r)\n")  # a bare LF is wrong: no more is read
+_PLACE: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::([0-9]{1,5}))?")
 # A second one could be what another reader (a proxy) goes by.
 _ONCE: Final = ("host", "content-length", "transfer-encoding", "authorization", "origin")
 _ALWAYS: Final = {
@@ -8253,15 +8283,17 @@ _ALWAYS: Final = {
 }
 
 
-@dataclass
-class Reply:
+@dataclass(eq=False)
+class Reply(Exception):
+    """An answer; raised where there can be no other."""
+
     status: int
     body: bytes
     kind: str = "application/json"
     headers: dict[str, str] = field(default_factory=dict)
     message: str = ""  # for the log, if the request was to change something
 
-    def wire(self, with_body: bool) -> bytes:
+    def wire(self, with_body: bool = True) -> bytes:
         own = {"Content-Type": self.kind, "Content-Length": str(len(self.body))}
         headers = _ALWAYS | {"Date": formatdate(usegmt=True)} | own | self.headers
         lines = [f"HTTP/1.1 {self.status} {http.client.responses[self.status]}"]
@@ -8269,26 +8301,19 @@ class Reply:
         return "\r\n".join([*lines, "", ""]).encode() + (self.body if with_body else b"")
 
 
-def json_reply(content: Any, status: int = 200) -> Reply:
-    return Reply(status, f"{as_json(content, indent=None)}\n".encode())
+def json_reply(content: Any, status: int = 200, message: str = "") -> Reply:
+    return Reply(status, f"{as_json(content, indent=None)}\n".encode(), message=message)
 
 
-class Denied(Exception):
-    """A request that gets an error for its answer."""
-
-    def __init__(self, status: int, code: str, text: str, **headers: str) -> None:
-        message = clean(text, 4096)
-        self.reply = json_reply({"error": {"code": code, "message": message}}, status)
-        self.reply.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.reply.message = message
+def denied(status: int, code: str, text: str, **headers: str) -> Reply:
+    message = clean(text, 4096)
+    reply = json_reply({"error": {"code": code, "message": message}}, status, message)
+    reply.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return reply
 
 
-def bad_request(text: str, status: int = 400) -> Denied:
-    return Denied(status, "SYS_BAD_REQUEST", text)
-
-
-def not_valid(text: str) -> Denied:
-    return Denied(400, "SYS_DLQ_VALIDATION_ERROR", text)
+def bad_request(text: str, status: int = 400) -> Reply:
+    return denied(status, "SYS_BAD_REQUEST", text)
 
 
 @dataclass
@@ -8297,6 +8322,8 @@ class Request:
     path: str
     query: str
     headers: dict[str, str]
+    peer: str  # who asks
+    address: str  # of ours, that they came to; of a Unix socket: empty
     name: str = ""  # what stands in the path where its route has a gap
 
     @property
@@ -8307,10 +8334,10 @@ class Request:
     def topic(self) -> str:
         topic = unquote_to_bytes(self.name).decode("utf-8", "replace")
         # A slash comes as %2F: the path was split before this.
-        if not (len(topic) <= 30 and re.fullmatch(r"[^\ufffd]*[^./\ufffd ][^\ufffd]*", topic)):
-            raise not_valid("a topic has 1 to 30 characters")
-        if not topic.isprintable():
-            raise not_valid("a topic has no control characters")
+        real = re.fullmatch(r"[^\ufffd]*[^./\ufffd ][^\ufffd]*", topic)
+        if not real or len(topic) > 30 or not topic.isprintable():
+            words = "a topic has 1 to 30 characters, and no control characters"
+            raise Refused("invalid", words)
         return topic
 
     def number(self, key: str, default: int, most: int) -> int:
@@ -8318,56 +8345,43 @@ class Request:
             text = dict(parse_qsl(self.query, True, max_num_fields=20)).get(key, str(default))
             return _whole(1, most)(text)
         except ValueError:
-            raise not_valid(f"{key} must be a whole number from 1 to {most}") from None
+            words = f"{key} must be a whole number from 1 to {most}"
+            raise Refused("invalid", words) from None
 
 
 # --- a request comes in ---------------------------------------------------------------------------
 
-Wish = tuple[int, float]  # events of a connection, and until when; no events: for its answer
+
+async def read_head(connection: socket.socket) -> bytes:
+    """Up to the empty line, or what comes in time. What follows is never read as a request."""
+    data, loop = b"", asyncio.get_running_loop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(REQUEST_SEC):
+            while not _HEAD_END.search(data) and len(data) <= HEAD_MAX:
+                chunk = await loop.sock_recv(connection, 4096)
+                if not chunk:
+                    break
+                data += chunk
+    return data
 
 
-def read_head(connection: socket.socket) -> Generator[Wish, None, bytes]:
-    """Up to the empty line. What follows is never read as a request."""
-    data, until = b"", time.monotonic() + REQUEST_SEC
-    while b"\r\n\r\n" not in data and len(data) <= HEAD_MAX:
-        if _BARE_LF.search(data):
-            raise bad_request("a line does not end in CR LF")
-        yield select.POLLIN, until
-        chunk = connection.recv(4096) if time.monotonic() < until else b""
-        if not chunk and data:
-            raise bad_request("the head of the request did not come in time", 408)
-        if not chunk:
-            raise ConnectionResetError  # a browser that connects in advance: nobody waits
-        data += chunk
+async def linger(connection: socket.socket) -> None:
+    """Takes in what else was sent: a reset, for bytes left unread, would overtake our answer."""
+    loop, size = asyncio.get_running_loop(), 0
+    connection.shutdown(socket.SHUT_WR)
+    async with asyncio.timeout(LINGER_SEC):
+        while size < LINGER_MAX and (chunk := await loop.sock_recv(connection, 4096)):
+            size += len(chunk)
+
+
+def parse_request(data: bytes, peer: str, address: str) -> Request:
+    """Strict: what two readers could read in two ways is no request. (http.server takes 30 of the
+    35 that tests/test_admin.py has for good ones.)"""
     head, _, _ = data.partition(b"\r\n\r\n")
     if len(head) > HEAD_MAX:
         raise bad_request("the head of the request is too large", 431)
-    return head
-
-
-def send(connection: socket.socket, data: bytes) -> Iterator[Wish]:
-    rest, until = memoryview(data), time.monotonic() + ANSWER_SEC
-    while rest:
-        yield select.POLLOUT, until
-        if time.monotonic() >= until:
-            raise TimeoutError
-        rest = rest[connection.send(rest) :]
-
-
-def linger(connection: socket.socket) -> Iterator[Wish]:
-    """Takes in what else was sent: a reset, for bytes left unread, would overtake our answer."""
-    connection.shutdown(socket.SHUT_WR)
-    size, until = 0, time.monotonic() + LINGER_SEC
-    while size < LINGER_MAX and time.monotonic() < until:
-        yield select.POLLIN, until
-        chunk = connection.recv(4096)
-        if not chunk:
-            return
-        size += len(chunk)
-
-
-def parse_request(head: bytes) -> Request:
-    """Strict: what two readers could read in two ways is no request."""
+    if not _HEAD_END.search(data):
+        raise bad_request("the head of the request did not come in time", 408)
     first, *lines = head.decode("latin-1").split("\r\n")
     line = _REQUEST_LINE.fullmatch(first)
     found = [match for match in map(_FIELD.fullmatch, lines) if match]
@@ -8378,34 +8392,25 @@ def parse_request(head: bytes) -> Request:
     headers = dict(zip(names, (match[2] for match in found), strict=True))
     length = headers.get("content-length", "0")
     both = "content-length" in headers and "transfer-encoding" in headers
-    if twice or both or not re.fullmatch(r"[0-9]{1,18}", length):
-        raise bad_request("a header came twice, or the length of the body is not clear")
+    if twice or both or "host" not in headers or not re.fullmatch(r"[0-9]{1,18}", length):
+        raise bad_request("Host is missing, a header came twice, or the body's length is not clear")
     path, _, query = line[2].partition("?")
-    return Request(line[1], path, query, headers)
+    return Request(line[1], path, query, headers, peer, address)
 
 
-def own_address(connection: socket.socket) -> str:
-    """The address of ours that the peer came to; of a Unix socket: empty."""
+def ends_of(connection: socket.socket) -> tuple[str, str]:
+    """Who asks, and the address of ours that they came to."""
     if connection.family == socket.AF_UNIX:
-        return ""
-    address = ipaddress.ip_address(connection.getsockname()[0].partition("%")[0])
-    return str(getattr(address, "ipv4_mapped", None) or address)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return f"uid {int.from_bytes(credentials[4:8], sys.byteorder)}", ""
+    mine = str(connection.getsockname()[0]).removeprefix("::ffff:")
+    return str(connection.getpeername()[0]), mine.partition("%")[0]
 
 
-def peer_of(connection: socket.socket) -> str:
-    if connection.family != socket.AF_UNIX:
-        return str(connection.getpeername()[0])
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return f"uid {int.from_bytes(credentials[4:8], sys.byteorder)}"
-
-
-def check_host(request: Request, address: str) -> None:
+def check_host(request: Request) -> None:
     """Against DNS rebinding: a stranger's name that leads here is not ours."""
-    if "host" not in request.headers:
-        raise bad_request("the header Host is missing")
-    match = _HOST.fullmatch(request.headers["host"].lower())
-    mine = socket.gethostname().lower()
-    ours = {"localhost", "127.0.0.1", "::1", address, mine, f"{mine}.local"}
+    match, mine = _PLACE.fullmatch(request.headers["host"].lower()), socket.gethostname().lower()
+    ours = {"localhost", "127.0.0.1", "::1", request.address, mine, f"{mine}.local"}
     if not match or (match[1] or match[2]) not in ours:
         raise bad_request(f"ask for localhost, {mine} or an address of this machine's", 421)
 
@@ -8413,10 +8418,10 @@ def check_host(request: Request, address: str) -> None:
 def check_intent(request: Request) -> None:
     """Against forms on other sites: none of them can send this header, or our Origin."""
     if "x-requested-with" not in request.headers:
-        raise Denied(403, "SYS_FORBIDDEN", "the header X-Requested-With is missing")
+        raise denied(403, "SYS_FORBIDDEN", "the header X-Requested-With is missing")
     _, _, origin = request.headers.get("origin", "").lower().partition("://")
     if "origin" in request.headers and origin != request.headers["host"].lower():
-        raise Denied(403, "SYS_FORBIDDEN", "the request comes from another site")
+        raise denied(403, "SYS_FORBIDDEN", "the request comes from another site")
 
 
 def admin_token(config: Config) -> str:
@@ -8426,7 +8431,7 @@ def admin_token(config: Config) -> str:
 def check_token(request: Request, token: str) -> None:
     """As a bearer token, or, for browsers, as the password of any user."""
     if not token:
-        raise Denied(503, "SYS_CONFIG", NO_TOKEN)
+        raise denied(503, "SYS_CONFIG", NO_TOKEN)
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     given = text.strip() if scheme.lower() == "bearer" else ""
     if scheme.lower() == "basic":
@@ -8434,15 +8439,16 @@ def check_token(request: Request, token: str) -> None:
             given = base64.b64decode(text).decode("latin-1").partition(":")[2]
     if not hmac.compare_digest(given.encode(), token.encode()):
         text, realm = "the token is missing or wrong", 'Basic realm="serversync"'
-        raise Denied(401, "SYS_UNAUTHORIZED", text, WWW_Authenticate=realm)
+        raise denied(401, "SYS_UNAUTHORIZED", text, WWW_Authenticate=realm)
 
 
 # --- what is answered -----------------------------------------------------------------------------
 
+Reader = Callable[[], Config]
 Handler = Callable[[Config, Mapping[str, str], Request], Reply]
 
 
-def _page(_config: Config, _environ: Mapping[str, str], _request: Request) -> Reply:
+def _page(*_: object) -> Reply:
     """The page and its policy: its own style and script run, by their hashes, and nothing else."""
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'"]
     rules += ["form-action 'none'", "frame-ancestors 'none'"]
@@ -8453,22 +8459,11 @@ def _page(_config: Config, _environ: Mapping[str, str], _request: Request) -> Re
     return Reply(200, PAGE.encode(), "text/html; charset=utf-8", policy)
 
 
-def _health(_config: Config, _environ: Mapping[str, str], _request: Request) -> Reply:
-    return json_reply({"status": "ok"})
-
-
-def _status(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
-    return json_reply(without_secrets(survey(config, environ)))
-
-
 def _ready(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
     view = without_secrets(survey(config, environ))
-    state = view["agent"]["state"]
-    reasons = [] if state in ("running", "standby") else [f"the agent is {state}"]
-    if not view["database"]["ok"]:
-        reasons.append(f"the database: {view['database']['error']}")
-    reasons += [f"outage ({outage['endpoint']}): {outage['reason']}" for outage in view["outages"]]
-    return json_reply({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+    ready = is_there(view) and not view["outages"]
+    reasons = [] if ready else [view["health"]["sentence"]]
+    return json_reply({"ready": ready, "reasons": reasons}, 200 if ready else 503)
 
 
 def _metrics(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
@@ -8476,16 +8471,26 @@ def _metrics(config: Config, environ: Mapping[str, str], _request: Request) -> R
     return Reply(200, text.encode("utf-8", "replace"), "text/plain; version=0.0.4; charset=utf-8")
 
 
-def _letters(desk: Desk, request: Request) -> Any:
+def _retry(desk: Console, request: Request) -> Any:
+    with put_back(desk) as seqs:
+        return revive(desk, request.name, False, seqs)
+
+
+def _letters(desk: Console, request: Request) -> Any:
     page, size = request.number("page", 1, 10**9), request.number("page_size", 20, 100)
     return letters(desk, request.topic, page, size)
 
 
-def _at_desk(work: Callable[[Desk, Request], Any]) -> Handler:
+def _topics(desk: Console, _request: Request) -> Any:
+    newest = letters(desk, None, 1, LETTERS_SHOWN, resolved=False)["messages"]
+    return {"topics": [each for (each,) in desk.run(TOPICS)], "open": newest}
+
+
+def _at_desk(work: Callable[[Console, Request], Any]) -> Handler:
     def handler(config: Config, _environ: Mapping[str, str], request: Request) -> Reply:
-        with Desk(config, "admin") as desk:
+        with Console(config, "admin") as desk:
             content = work(desk, request)
-        return replace(json_reply(content), message=content["message"] if request.changes else "")
+        return json_reply(content, message=content["message"] if request.changes else "")
 
     return handler
 
@@ -8493,19 +8498,17 @@ def _at_desk(work: Callable[[Desk, Request], Any]) -> Handler:
 # The first path that matches: messages/… comes before {topic}/….
 ROUTES: Final[dict[str, dict[str, Handler]]] = {
     r"/": {"GET": _page},
-    r"/healthz": {"GET": _health},
+    r"/healthz": {"GET": lambda *_: json_reply({"status": "ok"})},
     r"/readyz": {"GET": _ready},
     r"/metrics": {"GET": _metrics},
-    r"/api/v1/status": {"GET": _status},
-    r"/api/v1/history": {"GET": _at_desk(lambda desk, _: history(desk))},
-    r"/api/v1/dlq": {"GET": _at_desk(lambda desk, _: {"topics": topics(desk)})},
+    r"/api/v1/status": {"GET": lambda *given: json_reply(without_secrets(survey(*given[:2])))},
+    r"/api/v1/history": {"GET": _at_desk(lambda desk, _: desk.run(HISTORY)[0][0])},
+    r"/api/v1/dlq": {"GET": _at_desk(_topics)},
     r"/api/v1/dlq/messages/([^/]+)": {
         "GET": _at_desk(lambda desk, request: letter(desk, request.name)),
         "DELETE": _at_desk(lambda desk, request: delete_letter(desk, request.name)),
     },
-    r"/api/v1/dlq/messages/([^/]+)/retry": {
-        "POST": _at_desk(lambda desk, request: retry_letter(desk, request.name, force=False))
-    },
+    r"/api/v1/dlq/messages/([^/]+)/retry": {"POST": _at_desk(_retry)},
     r"/api/v1/dlq/([^/]+)/retry-all": {
         "POST": _at_desk(lambda desk, request: retry_all(desk, request.topic, False, RETRY_ALL_SEC))
     },
@@ -8519,159 +8522,173 @@ REFUSALS: Final = {
 
 
 def route(request: Request) -> Handler:
-    for pattern, methods in ROUTES.items():
-        match = re.fullmatch(pattern, request.path)
-        if match is None:
-            continue
-        request.name = match[1] if match.groups() else ""
-        handler = methods.get("GET" if request.method == "HEAD" else request.method)
-        if handler is not None:
-            return handler
-        allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
-        raise Denied(405, "SYS_METHOD_NOT_ALLOWED", f"allowed here: {allowed}", Allow=allowed)
-    raise Denied(404, "SYS_NOT_FOUND", "there is nothing at this address")
+    found = ((re.fullmatch(pattern, request.path), each) for pattern, each in ROUTES.items())
+    match, methods = next((each for each in found if each[0]), (None, {}))
+    if match is None:
+        raise denied(404, "SYS_NOT_FOUND", "there is nothing at this address")
+    request.name = match[1] if match.groups() else ""
+    if handler := methods.get("GET" if request.method == "HEAD" else request.method):
+        return handler
+    allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+    raise denied(405, "SYS_METHOD_NOT_ALLOWED", f"allowed here: {allowed}", Allow=allowed)
 
 
-def not_configured(request: Request, problems: Sequence[str], trusted: bool) -> Reply:
+def not_configured(request: Request, problems: Sequence[str]) -> Reply:
     """The reasons; not on TCP: whether they know the token there cannot be told now."""
-    reasons = problems if trusted else ["the reasons are in the journal, and on a Unix socket"]
+    if request.address:
+        problems = ["the reasons are in the journal, and on a Unix socket"]
     if request.path != "/":
-        return Denied(503, "SYS_CONFIG", "; ".join(reasons)).reply
-    lines = ["serversync is not configured:", "", *(f"- {reason}" for reason in reasons), ""]
+        return denied(503, "SYS_CONFIG", "; ".join(problems))
+    lines = ["serversync is not configured:", "", *(f"- {problem}" for problem in problems), ""]
     text = clean("\n".join(lines), 65536, lines=True)
     return Reply(503, text.encode(), "text/plain; charset=utf-8")
 
 
 class Admin:
-    """The loop, and what the workers share: the configuration, and since when each is at work."""
+    """The loop, its visitors, and the work for the threads."""
 
     def __init__(
-        self,
-        reader: Callable[[], Config],
-        environ: Mapping[str, str],
-        listeners: Sequence[socket.socket],
+        self, reader: Reader, environ: Mapping[str, str], listeners: Sequence[socket.socket]
     ) -> None:
         self.reader, self.environ, self.listeners = reader, environ, listeners
-        self._reading = threading.Lock()
-        self._read: Config | ConfigError = ConfigError([])
-        self._read_at = float("-inf")
         self._repeats = Repeats()
-        self._visits: dict[socket.socket, tuple[Iterator[Wish], int, float]] = {}
+        # The newest first: hundreds of requests keep no new one waiting.
+        self._work: queue.LifoQueue[Callable[[], object]] = queue.LifoQueue()
+        self._visits: set[asyncio.Task[None]] = set()
+        self._silent: dict[socket.socket, float] = {}  # who has not asked yet, since when
         self._used = time.monotonic()
-        self._workers = ThreadPoolExecutor(WORKERS)
-        self._busy: dict[int, float] = {}  # since when a worker has had its request
-        self._answered = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def config(self) -> Config:
-        """As it is on the disk, at most a second old: once repaired, it needs no restart."""
-        with self._reading:
-            if time.monotonic() - self._read_at > 1:
-                try:
-                    self._read = self.reader()
-                    configure_logging(self._read)
-                    if self._repeats.over("config"):
-                        say(logging.INFO, "configured", "the configuration is good now")
-                except ConfigError as error:
-                    self._read = error
-                    text = f"not configured: {error}"
-                    self._repeats.say("config", text, logging.ERROR, "bad_configuration", text)
-                self._read_at = time.monotonic()
-            if isinstance(self._read, ConfigError):
-                raise ConfigError(self._read.problems)
-            return self._read
-
-    # --- the loop -------------------------------------------------------------------------------
-
-    def serve(self, process: Process, idle: float) -> None:
+    async def serve(self, idle: float) -> None:
         """Until a signal, or until nobody has asked for so long; what is at hand is finished. Who
         comes a moment later waits in the backlog of systemd's socket, for the next process."""
-        while self._visits or time.monotonic() < self._used + idle:
-            self._turn(process, self._used + idle)
-            if process.stop_at < float("inf"):
-                break
-        daemon.notify("STOPPING=1")
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, int)  # the configuration is read each time
+        self._open_doors()
+        names = " and ".join(map(place_of, self.listeners))
+        say(logging.INFO, "started", f"the admin interface listens on {names}")
+        daemon.notify("READY=1\nSTATUS=answering")
+        for _ in range(WORKERS):
+            threading.Thread(target=self._do_work, daemon=True).start()
+        watch, left = int(self.environ.get("WATCHDOG_USEC") or 0) / 2e6 or 3600.0, idle
+        while (left > 0 or self._visits) and not stop.is_set():
+            self._work.put(partial(daemon.notify, "WATCHDOG=1"))  # not while all threads hang
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(left if left > 0 else idle, watch))
+            left = self._used + idle - time.monotonic()
+        for listener in self.listeners:
+            loop.remove_reader(listener)
         self.listeners = []
-        while self._visits and time.monotonic() < process.stop_at + JOIN_SEC:
-            self._turn(process, 0.0)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        daemon.notify("STOPPING=1")
+        if self._visits:
+            await asyncio.wait(self._visits, timeout=JOIN_SEC)
 
-    def _turn(self, process: Process, until: float) -> None:
-        """Waits for all connections at once, and goes on with those whose time has come."""
-        doors = self.listeners if len(self._visits) < OPEN_MOST else []
-        waits = [(each.fileno(), events) for each, (_, events, _) in self._visits.items() if events]
-        waits += [(fd, select.POLLIN) for fd in (self._answered, *map(socket.socket.fileno, doors))]
-        ready = process.wait(min([due for _, _, due in self._visits.values()] or [until]), waits)
-        if all(time.monotonic() - since < HUNG_SEC for since in [*self._busy.values()]):
-            process.progress()
-        if self._answered in ready:
-            os.eventfd_read(self._answered)
-        for connection, (turns, events, due) in [*self._visits.items()]:
-            if not events or connection.fileno() in ready or time.monotonic() >= due:
-                self._go_on(connection, turns)
-        for listener in doors:
-            with contextlib.suppress(OSError):  # nobody is there, or not any more
-                connection, _ = listener.accept()
-                connection.setblocking(False)
-                self._go_on(connection, self._converse(connection))
+    def _open_doors(self) -> None:
+        for listener in self.listeners:
+            asyncio.get_running_loop().add_reader(listener, self._let_in, listener)
 
-    def _go_on(self, connection: socket.socket, turns: Iterator[Wish]) -> None:
-        try:
-            self._visits[connection] = (turns, *next(turns))
-            return
-        except (StopIteration, OSError):
-            pass
-        except Exception as error:  # MemoryError, say: the next request finds us here
-            say(logging.ERROR, "admin_failed", f"a request ended in {error!r}")
-        self._visits.pop(connection, None)
-        connection.close()
+    def _let_in(self, listener: socket.socket) -> None:
+        """Where it is full, the oldest goes that has asked nothing; or who comes waits a moment."""
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        with contextlib.suppress(OSError):  # nobody is there, or not any more
+            if len(self._visits) >= OPEN_MOST:
+                oldest, since = next(iter(self._silent.items()), (listener, now))
+                if since + SILENT_SEC > now:
+                    loop.remove_reader(listener)
+                    loop.call_later(STALLED_SEC, self._open_doors)
+                    return
+                del self._silent[oldest]
+                oldest.shutdown(socket.SHUT_RDWR)
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            visit = loop.create_task(self._converse(connection))
+            visit.add_done_callback(self._leave)
+            self._visits.add(visit)
+
+    def _leave(self, visit: asyncio.Task[None]) -> None:
+        self._visits.remove(visit)
         self._used = time.monotonic()
 
-    def _converse(self, connection: socket.socket) -> Iterator[Wish]:
+    async def _converse(self, connection: socket.socket) -> None:
         """One request, one answer."""
-        request, peer = None, peer_of(connection)
-        try:
-            request = parse_request((yield from read_head(connection)))
-            answer = self._workers.submit(self._answer, request, own_address(connection))
-            answer.add_done_callback(lambda _: os.eventfd_write(self._answered, 1))
-            while not answer.done():
-                yield 0, time.monotonic() + 1.0
-            reply = answer.result()
-        except Denied as denied:
-            reply = denied.reply
-        if request and request.changes:
-            what = f"{request.method} {request.path[:200]}: {reply.status} {reply.message}"
-            say(logging.INFO, "admin", f"{peer}: {what}", HTTP_STATUS=reply.status)
-        yield from send(connection, reply.wire(not request or request.method != "HEAD"))
-        if not request or {"content-length", "transfer-encoding"} & request.headers.keys():
-            yield from linger(connection)
+        with connection, contextlib.suppress(OSError):  # who has gone wants no answer
+            self._silent[connection] = time.monotonic()
+            try:
+                head = await read_head(connection)
+            finally:
+                self._silent.pop(connection, None)
+            if head:  # else it was a browser that connects in advance
+                answered = Future[None]()
+                self._work.put(partial(self._answer, connection, head, answered))
+                await asyncio.wrap_future(answered)
+                await linger(connection)
 
-    # --- the workers ----------------------------------------------------------------------------
+    # --- in the threads -------------------------------------------------------------------------
 
-    def _answer(self, request: Request, address: str) -> Reply:
-        self._busy[threading.get_ident()] = time.monotonic()
+    def _do_work(self) -> None:
+        while True:
+            self._work.get()()
+
+    def _answer(self, connection: socket.socket, head: bytes, answered: Future[None]) -> None:
         try:
-            check_host(request, address)
-            config = self.config()
-            if address:
-                check_token(request, admin_token(config))
+            request = parse_request(head, *ends_of(connection))
+            reply = self._find(request)
+            if request.changes:
+                what = f"{request.method} {request.path[:200]}: {reply.status} {reply.message}"
+                say(logging.INFO, "admin", f"{request.peer}: {what}", HTTP_STATUS=reply.status)
+            self._send(connection, reply.wire(request.method != "HEAD"))
+        except Reply as refusal:
+            self._send(connection, refusal.wire())
+        except OSError:  # who has gone has no address
+            pass
+        except Exception as error:  # MemoryError, say
+            say(logging.ERROR, "admin_failed", f"a request ended in {error!r}")
+        finally:
+            answered.set_result(None)
+
+    def _send(self, connection: socket.socket, data: bytes) -> None:
+        """Who reads nothing for a while makes room for who waits."""
+        connection.settimeout(STALLED_SEC)
+        rest, until = memoryview(data), time.monotonic() + ANSWER_SEC
+        with contextlib.suppress(OSError):
+            while rest and time.monotonic() < until:
+                try:
+                    rest = rest[connection.send(rest) :]
+                except TimeoutError:
+                    if not self._work.empty():
+                        break
+        connection.setblocking(False)
+
+    def _find(self, request: Request) -> Reply:
+        topic = "config on TCP" if request.address else "config"
+        try:
+            check_host(request)
+            config = self.reader()  # as it is on the disk: once repaired, it needs no restart
+            token = admin_token(config) if request.address else ""
+            configure_logging(config)
+            if self._repeats.over(topic):
+                say(logging.INFO, "configured", "the configuration is good now")
+            if request.address:
+                check_token(request, token)
             handler = route(request)
             if request.changes:
                 check_intent(request)
             return handler(config, self.environ, request)
-        except Denied:
-            raise
+        except Reply as reply:
+            return reply
         except ConfigError as error:
-            return not_configured(request, error.problems, trusted=not address)
+            text = f"not configured: {error}"
+            self._repeats.say(topic, text, logging.ERROR, "bad_configuration", text)
+            return not_configured(request, error.problems)
         except Refused as refused:
-            raise Denied(*REFUSALS[refused.kind], str(refused)) from None
+            return denied(*REFUSALS[refused.kind], str(refused))
         except (Unavailable, psycopg.OperationalError) as error:
-            raise Denied(503, "SYS_UNAVAILABLE", str(error)) from None
+            return denied(503, "SYS_UNAVAILABLE", str(error))
         except Exception:
             say(logging.ERROR, "admin_failed", f"cannot answer {request.path[:200]}", exc_info=True)
             text = "this failed, and should not have: see the journal"
-            raise Denied(500, "SYS_DLQ_INTERNAL_ERROR", text) from None
-        finally:
-            del self._busy[threading.get_ident()]
+            return denied(500, "SYS_DLQ_INTERNAL_ERROR", text)
 
 
 # --- where it listens -----------------------------------------------------------------------------
@@ -8684,18 +8701,15 @@ def bind_unix(path: str) -> socket.socket:
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(path) == errno.ECONNREFUSED:
                 os.unlink(path)
-    before = os.umask(0o117)
-    try:
-        listener.bind(path)
-    finally:
-        os.umask(before)
+    os.umask(0o117)  # this process makes no other file
+    listener.bind(path)
     listener.listen(1024)
     return listener
 
 
-def bind_tcp(listen: str, reader: Callable[[], Config]) -> socket.socket:
-    match = _LISTEN.fullmatch(listen)
-    if not match or int(match[3]) > 65535:
+def bind_tcp(listen: str, reader: Reader) -> socket.socket:
+    match = _PLACE.fullmatch(listen.lower())
+    if not match or int(match[3] or 65536) > 65535:
         raise ConfigError([f"--listen {listen}: must be ADDRESS:PORT, [ADDRESS]:PORT or a path"])
     if not admin_token(reader()):
         raise ConfigError([f"--listen {listen}: {NO_TOKEN}"])
@@ -8712,19 +8726,14 @@ def place_of(listener: socket.socket) -> str:
 
 
 def admin(
-    config_reader: Callable[[], Config],
-    listen: str | None,
-    environ: Mapping[str, str],
-    idle: float = ADMIN_IDLE,
+    config_reader: Reader, listen: str | None, environ: Mapping[str, str], idle: float = ADMIN_IDLE
 ) -> int:
     """Answers until SIGTERM; on systemd's socket only until nobody has asked for a minute."""
-    process = Process(environ)
-    process.install()
-    become_service_user(environ)  # before: the directory of the socket is not root's
-    where = listen or ADMIN_LISTEN
+    become_service_user(environ, "admin")  # before: the directory of the socket is not root's
     listeners = [socket.socket(fileno=fd) for fd in daemon.listen_fds()]
-    activated = bool(listeners)
-    if not activated:
+    where = "" if listeners else listen or ADMIN_LISTEN
+    if where:
+        idle = float("inf")
         try:
             listeners = [bind_unix(where) if "/" in where else bind_tcp(where, config_reader)]
         except OSError as error:
@@ -8732,14 +8741,8 @@ def admin(
     for listener in listeners:
         listener.setblocking(False)
     log.setLevel(logging.INFO)  # until a configuration says otherwise
-    interface = Admin(config_reader, environ, listeners)
-    with contextlib.suppress(ConfigError):  # it is answered, and said
-        interface.config()
-    names = " and ".join(map(place_of, listeners))
-    say(logging.INFO, "started", f"the admin interface listens on {names}")
-    daemon.notify("READY=1\nSTATUS=answering")
-    interface.serve(process, idle if activated else float("inf"))
-    if not activated and "/" in where:
+    asyncio.run(Admin(config_reader, environ, listeners).serve(idle))
+    if "/" in where:
         with contextlib.suppress(OSError):
             os.unlink(where)
     return EX_OK
@@ -8752,520 +8755,301 @@ def admin(
 
 PAGE: Final = r"""<!doctype html>
 <html lang="en">
-<meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>serversync</title>
-<link rel="icon" href="data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'
-  viewBox='0 0 16 16'><path fill='%231c5fc4' d='M8 1l6 6h-4v8H6V7H2z'/></svg>">
+<link rel="icon" id="icon" href="data:,">
 <style>
-:root {
-  color-scheme: light dark;
-  --ground: #f4f6f8; --card: #fff; --edge: #d9dfe6; --track: #e4e9ef; --text: #18212b;
-  --soft: #55616e; --accent: #1c5fc4; --on: #fff; --blue: #e7effc; --good: #146c3c;
-  --warn: #8a4b00; --bad: #b3261e; --good-bg: #e5f5eb; --warn-bg: #fdf1de; --bad-bg: #fdeae8;
-}
+:root { color-scheme: light dark;
+  --ground: #f4f6f8; --card: #fff; --edge: #d9dfe6; --text: #18212b; --soft: #55616e;
+  --blue: #1c5fc4; --good: #146c3c; --warn: #8a4b00; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root {
-  --ground: #0e1318; --card: #171e26; --edge: #2c3742; --track: #2a3540; --text: #e8edf2;
-  --soft: #a3b0bd; --accent: #82b4ff; --on: #0b1624; --blue: #17293f; --good: #6fd69b;
-  --warn: #f3bb66; --bad: #ff9b92; --good-bg: #14301f; --warn-bg: #35270f; --bad-bg: #3d1a17;
-} }
+  --ground: #0e1318; --card: #171e26; --edge: #2c3742; --text: #e8edf2; --soft: #a3b0bd;
+  --blue: #82b4ff; --good: #6fd69b; --warn: #f3bb66; --bad: #ff9b92; } }
 * { box-sizing: border-box; margin: 0; padding: 0; overflow-wrap: anywhere; unicode-bidi: isolate; }
-[hidden], .stack:empty, nav:empty { display: none !important; }
-html { scroll-padding-block: 1rem 7rem; }
-body { background: var(--ground); color: var(--text);
-  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-h1 { font-size: 1.15rem; } h2 { font-size: 1.05rem; } h3 { font-size: 1rem; }
-.wrap { max-width: 72rem; margin-inline: auto; padding-inline: 1.25rem; }
-.row { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; }
-.grow { flex: 1 1 14rem; min-width: 0; }
-.soft { color: var(--soft); font-size: .875rem; }
-header { background: var(--card); border-bottom: 1px solid var(--edge); padding-block: .75rem; }
-main, .stack { display: flex; flex-direction: column; gap: 1.25rem; }
-main { padding-block: 1.5rem; }
-footer { padding-bottom: 2rem; }
-.card { background: var(--card); border: 1px solid var(--edge); border-radius: .75rem;
-  padding: 1.25rem; }
-.old .card, .old.card { filter: grayscale(1); border-style: dashed; }
-.hero { display: flex; gap: 1.1rem; }
-.hero h2 { font-size: 1.5rem; line-height: 1.3; letter-spacing: -.015em; }
-.hero div p:first-of-type { font-size: 1.05rem; }
-.sign { flex: none; width: 2.75rem; height: 2.75rem; border-radius: 50%; display: grid;
-  place-items: center; font: 700 1.3rem/1 sans-serif; }
+[hidden], .card:empty, dl:empty { display: none !important; }
+body { background: var(--ground); color: var(--text); max-width: 74rem; margin-inline: auto;
+  padding-inline: .8rem; font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
+h1 { font-size: 1.4rem; margin-bottom: .3rem; } h2 { font-size: 1.05rem; } h3 { font-size: .95rem; }
+header, .row { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; }
+header, main, footer { padding-block: 1rem; }
+main, .tiles { display: grid; gap: .8rem; }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); }
+.grow { flex: 1 1 13rem; min-width: 0; } .ends { justify-content: space-between; }
+.soft { color: var(--soft); font-size: .85rem; }
+.card { background: var(--card); border: 1px solid var(--edge); border-radius: .7rem;
+  padding: .9rem; min-width: 0; color: var(--text); }
+.old header, .old .card, .card.old { filter: grayscale(1); border-style: dashed; }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
-.sign.good, .chip.good { background: var(--good-bg); }
-.sign.warn, .chip.warn, .notice.warn { background: var(--warn-bg); }
-.sign.bad, .chip.bad, .notice.bad { background: var(--bad-bg); }
-.chip { font-size: .75rem; font-weight: 700; padding: .1rem .6rem; border-radius: 1rem; }
-.chip.blue, [aria-pressed=true] { background: var(--blue) !important; color: var(--accent); }
-.notice { border: 1px solid; border-left-width: .35rem; border-radius: .6rem; padding: .8rem 1rem; }
-.notice p { color: var(--text); }
-.tiles { display: grid; gap: 1.25rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 15rem), 1fr)); }
-.tiles h3 { font-size: .95rem; color: var(--soft); }
-.big { font-size: 2.1rem; font-weight: 650; line-height: 1.25; }
-dl { margin-top: .75rem; border-top: 1px solid var(--edge); padding-top: .6rem; font-size: .9rem; }
-dl div { display: flex; justify-content: space-between; gap: 1rem; padding-block: .1rem; }
-dt { color: var(--soft); } dd { white-space: nowrap; font-variant-numeric: tabular-nums; }
-dd.warn, dd.bad { font-weight: 700; }
-progress, meter { appearance: none; display: block; width: 100%; height: .6rem; margin-top: .6rem;
-  border: 0; border-radius: 1rem; overflow: hidden; background: var(--track); }
-::-webkit-progress-bar, ::-webkit-meter-bar { background: var(--track); border: 0; height: .6rem; }
-::-webkit-progress-value { background: var(--accent); transition: inline-size .4s; }
-::-webkit-meter-optimum-value { background: var(--accent); }
-::-webkit-meter-suboptimum-value { background: var(--bad); }
-::-moz-progress-bar, ::-moz-meter-bar { background: var(--accent); }
-:-moz-meter-sub-optimum::-moz-meter-bar { background: var(--bad); }
-svg { display: block; width: 100%; margin-top: .75rem; }
-svg text { font-size: 12px; fill: var(--soft); }
-svg .name { font-weight: 600; fill: var(--text); }
-.grid { stroke: var(--edge); } .bars { fill: var(--accent); } .hit { fill: #0000; }
-.hit:hover { fill: var(--text); fill-opacity: .08; }
-.line { fill: none; stroke: var(--warn); stroke-width: 2; stroke-linejoin: round; }
-.area { fill: var(--warn); fill-opacity: .13; }
-button { font: inherit; font-size: .9rem; font-weight: 550; min-height: 2.25rem; cursor: pointer;
-  padding: .3rem .9rem; color: var(--text); background: var(--card); border-radius: .5rem;
-  border: 1px solid var(--soft); }
-button:hover { background: var(--track); }
-button.main { background: var(--accent); border-color: var(--accent); color: var(--on); }
-button.risk { color: var(--bad); border-color: currentColor; }
-[aria-disabled=true] { color: var(--soft); border-style: dashed; cursor: default; }
-[data-all] { margin-left: auto; }
-:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
-summary { cursor: pointer; width: fit-content; padding-block: .3rem; color: var(--accent);
-  font-size: .9rem; align-content: center; }
-pre { padding: .9rem; background: var(--ground); border: 1px solid var(--edge); overflow: auto;
-  max-height: 24rem; border-radius: .5rem; white-space: pre-wrap; font-size: .8rem; }
-.scroll { overflow: auto; max-height: 24rem; }
-table { border-collapse: collapse; width: 100%; font-size: .85rem; }
-th, td { text-align: right; padding: .25rem .4rem; border-bottom: 1px solid var(--edge);
-  white-space: nowrap; }
-th:first-child { text-align: left; }
-#list > li { list-style: none; border-top: 1px solid var(--edge); padding-block: 1rem;
-  align-items: flex-start; }
-.said { position: sticky; bottom: .75rem; background: var(--card); border: 1px solid;
-  font-weight: 600; border-radius: .6rem; padding: .6rem 1rem; box-shadow: 0 .4rem 1.2rem #0003; }
-.said:empty { margin-top: -1.25rem; padding: 0; border: 0; box-shadow: none; }
-dialog { width: min(32rem, 100vw - 2rem); margin: auto; padding: 1.5rem; border-radius: .9rem;
-  border: 1px solid var(--edge); background: var(--card); color: var(--text); }
-dialog::backdrop { background: #000a; }
-dialog p { margin-block: .6rem 1.25rem; }
-@media (max-width: 40rem) { .wrap { padding-inline: .8rem; } .card { padding: 1rem; } }
-@media (pointer: coarse), (max-width: 40rem) { button, summary { min-height: 2.75rem; } }
-@media (prefers-reduced-motion: reduce) { * { transition: none !important; } }
+#sign { width: 1.9em; border: .2rem solid; border-radius: 50%; text-align: center; }
+.chip { font-size: .75rem; border: 1px solid; padding: .1rem .6rem; border-radius: 1rem; }
+.big { font-size: 1.8rem; font-weight: 650; line-height: 1.25; }
+dl { margin-top: .5rem; border-top: 1px solid var(--edge); padding-top: .4rem; font-size: .8rem; }
+dl div { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 .4rem; }
+dt { color: var(--soft); } dd { margin-left: auto; font-variant-numeric: tabular-nums; }
+progress, meter, svg { display: block; width: 100%; accent-color: var(--blue); }
+svg { height: 5.5rem; border-bottom: 1px solid var(--soft); margin-bottom: .4rem; }
+.blue { color: var(--blue); } .entries { fill: var(--blue); } .backlog { fill: var(--warn); }
+button, summary { font: inherit; min-height: 2.75rem; padding: .3rem .9rem; cursor: pointer; }
+button { color: inherit; background: none; border: 1px solid var(--soft); border-radius: .5rem; }
+summary, a { color: var(--blue); padding-inline: 0; }
+:focus-visible { outline: 3px solid var(--blue); outline-offset: 2px; }
+pre { background: var(--ground); white-space: pre-wrap; font-size: .8rem; }
+li { list-style: none; border-top: 1px solid var(--edge); padding-block: .8rem; margin-top: .8rem; }
+#said { position: sticky; bottom: .75rem; font-weight: 600; border-color: currentColor; }
 </style>
-<header><div class="wrap row">
-  <div class="grow"><h1>serversync</h1><p class="soft" id="who"></p></div>
-  <p class="soft" id="fresh">Loading …</p><button type="button" id="refresh">Refresh</button>
-</div></header>
-<main class="wrap" id="main">
-  <noscript><p class="notice warn">This page needs JavaScript. In a terminal: serversync status
-  </noscript>
-  <div id="lost" role="alert" class="stack"></div>
-  <section class="card hero" id="hero" aria-labelledby="state" hidden></section>
-  <div class="stack" id="notices"></div>
-  <section class="card" id="progress" aria-label="Under way" hidden></section>
-  <section class="tiles" id="tiles" aria-label="Figures"></section>
-  <section class="card" id="day" aria-labelledby="day-title" hidden>
-    <h2 id="day-title">Last 24 hours</h2>
-    <div id="plot"></div>
-    <details><summary>The same as a table</summary>
-    <div class="scroll" tabindex="0" role="region" aria-labelledby="day-title"><table>
-      <thead><tr><th scope="col">From<th scope="col">Entries<th scope="col">Recordings
-        <th scope="col">Size<th scope="col">Backlog
-      <tbody id="hours"></table></div></details>
-  </section>
-  <section class="card stack" id="dead" aria-labelledby="dead-title" hidden>
-    <div><h2 id="dead-title" tabindex="-1">Dead letters</h2><p class="soft" id="dead-note"></div>
-    <nav class="row" id="topics" aria-label="Topics"></nav>
+<header>
+  <div class="grow"><h1 class="row" id="head" tabindex="-1"></h1><p id="sentence">Loading …</p>
+    <div class="row" id="progress"></div></div>
+  <p class="soft" id="fresh"></p><button type="button" id="refresh">Refresh</button>
+</header>
+<main>
+  <noscript>This page needs JavaScript. In a terminal: serversync status</noscript>
+  <p class="card bad" id="lost" role="alert"></p>
+  <section class="card" id="dead" aria-labelledby="dead-title" hidden>
+    <h2 id="dead-title">Dead letters</h2>
+    <div class="row" id="topics"></div>
     <ul id="list"></ul>
-    <nav class="row" id="pages" aria-label="Pages"></nav>
-    <p class="said" id="said" role="status" aria-live="polite"></p>
   </section>
+  <section class="tiles" id="tiles" aria-label="Figures"></section>
+  <section class="card" id="day" aria-label="Last 24 hours"></section>
+  <p class="card" id="said" role="status" aria-live="polite"></p>
 </main>
-<footer class="wrap soft">Refreshed every 10 s while this page is visible.</footer>
-<dialog id="sure" aria-labelledby="sure-title" aria-describedby="sure-text">
-  <h2 id="sure-title"></h2><p id="sure-text"></p>
-  <div class="row"><button type="button" id="no">Cancel</button>
-  <button type="button" id="yes" class="risk">Delete for good</button></div>
-</dialog>
+<footer class="soft"><div id="who"></div>Refreshed every 10 s while it is visible.</footer>
 <script>
 "use strict";
-const EVERY = 10, SIZE = 10, $ = (id) => document.getElementById(id);
-let latest = null, past = [], pastAt = 0, topic = null, page = 1;
-let timer = 0, busy = false, again = false, working = false, hurry = 0;
+const $ = (id) => document.getElementById(id), opened = new Set();  // the letters that are read
+let latest = null, pastAt = 0, shown = [], timer = 0, hurry = 0, looks = Promise.resolve();
+let working = false, sure = null;  // the letter that is perhaps to be deleted
 
 // --- text and elements ---------------------------------------------------------------------------
 // Whatever comes from outside becomes text; characters that could hide or turn it are shown.
 const plain = (text) => String(text).replace(/(?![\n\t])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu,
   (c) => "\\u" + c.codePointAt(0).toString(16).padStart(4, "0"));
 
-function build(node, attributes, children) {
+function el(what, attributes, ...children) {  // a new element, or a node that there is
+  const kind = /^(svg|rect)$/.test(what) ? "2000/svg" : "1999/xhtml";
+  const node = what instanceof Node ? what
+    : document.createElementNS("http://www.w3.org/" + kind, what);
   for (const [name, value] of Object.entries(attributes))
     if (value != null && value !== false) node.setAttribute(name, value);
-  node.append(...children.flat().filter((c) => c != null && c !== false && c !== "")
-    .map((c) => c instanceof Node ? c : plain(c)));
+  node.append(...children.flat(9).filter(Boolean).map((c) => c instanceof Node ? c : plain(c)));
   return node;
 }
-const el = (tag, attributes, ...children) =>
-  build(document.createElement(tag), attributes, children);
-const draw = (tag, attributes, ...children) =>
-  build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
-const p = (look, ...text) => el("p", {class: look}, text.filter(Boolean).join(" · "));
-const button = (key, label, more) =>
-  el("button", {type: "button", "data-key": key, ...more}, label);
-const keyed = (host, key) => [...host.querySelectorAll("[data-key]")].find((n) =>
-  n.dataset.key === key);
+const soft = (...text) => el("p", {class: "soft"}, text.filter(Boolean).join(" · "));
 
 function put(host, ...children) {  // only what has changed: a selection and the focus stay
-  const fresh = build(host.cloneNode(false), {}, children);
+  const fresh = el(host.cloneNode(false), {}, children);
   if (fresh.isEqualNode(host)) return;
   const key = host.contains(document.activeElement) && document.activeElement.dataset.key;
   host.replaceChildren(...fresh.childNodes);
-  if (key) keyed(host, key)?.focus();
+  if (key) [...host.querySelectorAll("[data-key]")].find((n) => n.dataset.key === key)?.focus();
 }
 
 const number = (n) => n == null ? "–" : Math.round(n).toLocaleString("en");
-const many = (n, one, more = one + "s") => `${number(n)} ${n === 1 ? one : more}`;
-function bytes(n) {
-  if (n == null || n < 1000) return n == null ? "–" : `${Math.round(n)} bytes`;
-  const power = Math.min(4, Math.floor(Math.log10(n) / 3));
-  return `${(n / 1000 ** power).toFixed(1)} ${["", "kB", "MB", "GB", "TB"][power]}`;
-}
-function span(s) {
-  s = Math.max(0, Math.round(s));
-  if (s < 120) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min`;
-  if (s < 172800) return `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
-  return `${Math.floor(s / 86400)} days`;
-}
-const between = (from, to) => (Date.parse(to) - Date.parse(from)) / 1000;
-const ago = (iso) => iso ? `${span(between(iso, latest.at))} ago` : "never";  // the server's clock
-const clock = (at) => new Date(at).toLocaleTimeString("en-GB");
-const minute = (at) => clock(at).slice(0, 5);
-const moment = (at) => new Date(at).toLocaleDateString("en-GB", {day: "numeric", month: "short"})
-  + `, ${clock(at)}`;
+const noun = (n, one, more = one + "s") => n === 1 ? one : more;
+const bytes = (n) => n == null ? "–" : n < 1000 ? `${n} ${noun(n, "byte")}`
+  : n.toLocaleString("en", {notation: "compact", maximumFractionDigits: 1})
+    .replace(/[A-Z]/, (power) => ` ${power.replace("K", "k").replace("B", "G")}B`);
+// By the machine's own clock, which the sentence goes by, too.
+const there = (at) => new Date(Date.parse(at) + latest.utc_offset * 1000).toISOString();
+const clock = (at) => there(at).slice(11, 19), date = (at) => there(at).slice(0, 10);
+const moment = (at) => !at ? "never" : date(at) === date(latest.at) ? clock(at)
+  : `${date(at)} ${clock(at)}`;
 
 async function ask(path, method = "GET") {
-  const headers = method === "GET" ? {} : {"X-Requested-With": "serversync"};
-  const signal = AbortSignal.timeout(30000);
-  const answer = await fetch("api/v1/" + path, {method, headers, signal, cache: "no-store"})
-    .catch(() => { throw new Error("The server does not answer."); });
-  const said = await answer.json().catch(() => null);
+  const answer = await fetch("api/v1/" + path, {method, cache: "no-store", signal:
+    AbortSignal.timeout(30000), headers: {"X-Requested-With": "serversync"}}).catch(() => null);
+  const said = await answer?.json().catch(() => null);
   if (said && answer.ok) return said;
-  const words = said?.error?.message ?? `The server answered with HTTP ${answer.status}.`;
-  throw Object.assign(new Error(words), {conflict: answer.status === 409});
+  throw Error(said?.error?.message ?? (answer ? `The server answered with HTTP ${answer.status}.`
+    : "The server does not answer."));
 }
 
-// --- the state -----------------------------------------------------------------------------------
-const STATES = {
-  running: ["good", "✓", "Running"], standby: ["warn", "=", "Standby"],
-  stopped: ["bad", "■", "Stopped"], elsewhere: ["warn", "?", "Not seen here"],
-  outage: ["warn", "!", "Running, in an outage"],
-};
-const HINTS = {
-  standby: "Another agent holds the lock; this one takes over when that one ends.",
-  elsewhere: "No agent is seen on this machine, but another session holds the lock.",
-  stopped: "No agent runs: nothing is sent. Start it with: systemctl start serversync",
-};
+// --- what there is to see ------------------------------------------------------------------------
+const STATES = {good: ["good", "✓", "all well"], busy: ["blue", "↑", "at work"],
+  waiting: ["warn", "…", "waiting"], outage: ["bad", "!", "outage"],
+  person: ["bad", "!", "needs you"], stopped: ["bad", "■", "stopped"],
+  lost: ["warn", "?", "no news"]};
 
-function showState({agent, outages, device, version, frontend}) {
-  const state = agent.state === "running" && outages?.length ? "outage" : agent.state;
-  const [kind, sign, word] = STATES[state] ?? ["warn", "?", state];
-  const since = agent.since && `since ${moment(agent.since)} (${ago(agent.since)})`;
-  put($("who"), [device, version, `to ${frontend}`].filter(Boolean).join(" · "));
-  put($("hero"), el("span", {class: `sign ${kind}`, "aria-hidden": "true"}, sign),
-    el("div", {class: "grow"}, el("h2", {id: "state"}, word),
-      p("", HINTS[agent.state] ?? agent.sentence),
-      p("soft", since, agent.pid && `process ${agent.pid}`)));
-  document.title = `${word} · ${device} · serversync`;
+function showHead(state) {
+  const [look, sign, word] = STATES[state], host = latest?.host ?? "serversync";
+  put($("head"), el("span", {id: "sign", class: look, "aria-hidden": "true"}, sign), host,
+    el("span", {id: "state", class: `chip ${look}`}, word));
+  document.title = `${host}: ${word}`;
+  $("icon").href = "data:image/svg+xml," + encodeURIComponent("<svg viewBox='0 0 16 16' "
+    + `xmlns='http://www.w3.org/2000/svg' fill='${getComputedStyle($("sign")).color}'>`
+    + `<text x='8' y='14' font-size='18' text-anchor='middle'>${sign}</text></svg>`);
 }
 
-const notice = (kind, title, ...lines) =>
-  el("div", {class: `notice ${kind}`}, el("h2", {}, title), lines.map((line) => p("", line)));
-
-function showNotices({database, outages, checks, at}) {
-  const boxes = outages.map((o) => notice("warn",
-    `Outage: ${o.endpoint === "files" ? "recordings" : "entries"} do not get through`,
-    `${o.reason} (${o.code})`, `Since ${moment(o.since)} (${span(between(o.since, at))}). Next try `
-    + `in ${span(between(at, o.next_try_at))}. Nothing is lost: everything waits.`));
-  if (!database.ok) boxes.unshift(notice("bad", "The database is not there", database.error,
-    "The outbox, the deliveries and the dead letters cannot be shown until it is back."));
-  if (checks?.listening === false) boxes.push(notice("warn", "New entries are noticed late",
-    "The database does not tell the agent of them; it looks only from time to time."));
-  put($("notices"), boxes);
+function showState({health, progress: job, agent, device, version, frontend}) {
+  showHead(health.state);
+  put($("sentence"), health.sentence);
+  put($("who"), soft(`serversync ${version}`, `as ${device}`, `to ${frontend}`,
+    agent.pid && `process ${agent.pid}, since ${moment(agent.since)}`));
+  const [done, all, show] = job?.kind === "upload" ? [job.bytes, job.size, bytes]
+    : [job?.entries, job?.total, number];
+  put($("progress"), job && [
+    el("progress", {max: Math.max(1, all), value: done, "aria-label": "Under way"}),
+    soft(`${show(done)} of ${show(all)}`, `${show(job.rate)}/s`)]);
 }
 
-function showProgress(under) {
-  $("progress").hidden = !under;
-  if (!under) return;
-  const upload = under.kind === "upload", show = upload ? bytes : number;
-  const [done, all] = upload ? [under.bytes, under.size] : [under.entries, under.total];
-  const title = upload ? `Uploading a recording (entry ${under.seq})` : "Sending entries";
-  put($("progress"), el("div", {class: "row"}, el("h2", {class: "grow"}, title),
-    p("soft", `${show(done)} of ${show(all)}`, `${show(under.rate)}/s`,
-      under.left_seconds != null && `about ${span(under.left_seconds)} left`)),
-    el("progress", {max: Math.max(1, all), value: done, "aria-label": title}));
+function tile(name, big, under, rows, ...more) {
+  return el("section", {class: "card", "aria-label": name}, el("h2", {}, name),
+    el("p", {class: "big"}, number(big)), soft(under),
+    rows && el("dl", {}, rows.filter(([, value]) => value).map(([title, value, look]) =>
+      el("div", {}, el("dt", {}, title), el("dd", {class: look}, value)))), more);
 }
 
-function tile(name, big, under, lines, ...more) {
-  const row = ([title, value, kind]) =>
-    el("div", {}, el("dt", {}, title), el("dd", {class: kind}, value));
-  return el("section", {class: "card", "aria-label": name}, el("h3", {}, name),
-    p("big", number(big)), p("soft", under), lines && el("dl", {}, lines.map(row)), more);
-}
-
-function showTiles({outbox, deliveries: sent, recordings: r, dead_letters: dead}) {
-  const counts = (all) => Object.entries(all ?? {}).map(([name, n]) => [name, number(n)]);
-  const flag = (n, kind) => [number(n), n > 0 && kind];
+function showTiles({outbox, deliveries: sent, recordings: r, settings: set}) {
+  const some = (n, show = number) => n > 0 && show(n);
+  const counts = (all, look) => Object.entries(all).map(([name, n]) => [name, number(n), look]);
   const used = r.disk_total ? 1 - r.disk_free / r.disk_total : null;
+  const items = set.sections.flatMap((s) => Object.entries(s.items));
+  const asked = set.sections.map((s) => s.pulled_at).filter(Boolean).sort().at(-1);
   put($("tiles"),
-    tile("Outbox", outbox?.pending, outbox?.pending === 1 ? "entry pending" : "entries pending",
-      outbox && [["Oldest", outbox.oldest_at ? span(outbox.oldest_seconds) : "–"],
-        ...counts(outbox.by_type), ["Waiting for a retry", ...flag(outbox.waiting, "warn")],
-        ...counts(outbox.reasons)]),
-    tile("Delivered", sent?.hour.entries, "entries in the last hour",
-      sent && [["Last success", ago(sent.last_success_at)],
-        ["Recordings", number(sent.hour.files)], ["Size", bytes(sent.hour.bytes)],
-        ["Entries in a day", number(sent.day.entries)],
-        ["Recordings in a day", number(sent.day.files)], ["Size in a day", bytes(sent.day.bytes)]]),
-    tile("Recordings", r.waiting, "waiting for their upload",
-      [["Their size", bytes(r.waiting_bytes)], ["All on the disk", bytes(r.bytes)],
-        ["To be deleted", number(r.deletions_waiting)],
-        ["Deletions that fail", ...flag(r.deletions_failed, "bad")],
-        ["Disk free", bytes(r.disk_free), used > .9 && "bad"]],
-      used != null && el("meter", {max: 1, value: used, high: .9, "aria-label": "Disk used",
-        low: .89, optimum: 0})),
-    tile("Dead letters", dead && dead.PENDING + dead.DEAD, "need a person",
-      dead && [["Pending", ...flag(dead.PENDING, "warn")],
-        ["In the queue again", number(dead.RETRYING)],
-        ["Delivered after all", number(dead.RESOLVED)], ["Given up", ...flag(dead.DEAD, "bad")]]));
+    tile("Waiting", outbox?.pending, noun(outbox?.pending, "entry", "entries"), outbox && [
+      ["Oldest", outbox.oldest_at && moment(outbox.oldest_at)], ...counts(outbox.by_type),
+      ...counts(outbox.reasons, "warn")]),
+    tile("Delivered", sent?.hour.entries, "in the last hour", sent && [
+      ["Last", moment(sent.last_success_at)], ["Recordings", number(sent.hour.files)],
+      ["Size", bytes(sent.hour.bytes)], ["Entries, 24 h", number(sent.day.entries)],
+      ["Recordings, 24 h", number(sent.day.files)], ["Size, 24 h", bytes(sent.day.bytes)]]),
+    tile("Recordings", r.waiting, "to be uploaded", [
+      ["Their size", some(r.waiting_bytes, bytes)], ["On disk", bytes(r.bytes)],
+      ["To be deleted", some(r.deletions_waiting)],
+      ["Cannot be deleted", some(r.deletions_failed), "bad"], ["Disk free", bytes(r.disk_free)],
+      ["Disk used", used != null && `${Math.round(100 * used)} %`, used > .9 && "bad"]],
+      used != null && el("meter", {max: 1, value: used, high: .9, low: .89, optimum: 0,
+        "aria-label": "Disk used"})),
+    tile("Settings", asked && items.reduce((sum, [, n]) => sum + n, 0), "from the frontend", [
+      ["Asked", asked && moment(asked)], ...items.map(([name, n]) => [name, number(n)]),
+      ...set.sections.map((s) => [s.section, s.held ? "held back" : s.error && "failed", "bad"]),
+      ["Audio to fetch", some(set.audio?.waiting), "warn"]]));
 }
 
-// --- the last 24 hours ---------------------------------------------------------------------------
-function together(quarters, size) {
-  return Array.from({length: Math.ceil(quarters.length / size)}, (_, i) => {
-    const part = quarters.slice(i * size, i * size + size);
-    const sum = (name) => part.reduce((all, q) => all + (q[name] ?? 0), 0);
-    return {at: part[0].at, entries: sum("entries"), files: sum("files"), bytes: sum("bytes"),
-      backlog: part.at(-1).backlog ?? 0};
-  });
+function chart(past, field, title, ...notes) {
+  const most = Math.max(...past.map((q) => q[field] ?? 0));
+  const text = [...notes, `at most ${number(most)}`].join(", ");
+  const bar = (q, x) => q[field] > 0 && el("rect", {class: field, x, width: .9,
+    y: 100 - 100 * q[field] / most, height: 100 * q[field] / most});
+  return [el("div", {class: "row ends"}, el("h2", {}, title), soft(text)),
+    el("svg", {viewBox: `0 0 ${past.length} 100`, preserveAspectRatio: "none", role: "img",
+      "aria-label": `${title}: ${text}`}, past.map(bar))];
 }
 
-function showPlot() {
-  const width = $("plot").clientWidth, wide = width > 600, steps = together(past, wide ? 1 : 4);
-  if (!width || !steps.length) return;
-  const out = [], left = 44, each = (width - left - 4) / steps.length, x = (i) => left + each * i;
-  const hour = (i) => new Date(steps[i].at).getHours();
-  function panel(name, field, top, height) {  // its name and its lines with numbers; its scale
-    const most = Math.max(1, ...steps.map((s) => s[field]));
-    const ten = 10 ** Math.floor(Math.log10(most));
-    const end = [1, 2, 5, 10].map((f) => f * ten).find((n) => n >= most);
-    const y = (n) => top + height - height * n / end;
-    out.push(draw("text", {class: "name", y: top - 12}, name));
-    for (const n of end % 2 ? [0, end] : [0, end / 2, end])
-      out.push(draw("path", {class: "grid", d: `M${left} ${y(n)}H${width - 4}`}),
-        draw("text", {x: left - 8, y: y(n) + 4, "text-anchor": "end"},
-          n < 10000 ? number(n) : n.toLocaleString("en", {notation: "compact"})));
-    return y;
-  }
-  const bar = panel(`Delivered entries per ${wide ? "15 min" : "hour"}`, "entries", 28, 110);
-  const level = panel("Backlog (entries pending)", "backlog", 186, 64);
-  const line = "M" + steps.map((s, i) => `${x(i + .5)} ${level(s.backlog)}`).join("L");
-  out.push(draw("path", {class: "area", d: `${line}V250H${x(.5)}Z`}),
-    draw("path", {class: "line", d: line}));
-  steps.forEach((s, i) => {
-    if (s.entries) out.push(draw("rect", {class: "bars", x: x(i) + .5, y: bar(s.entries),
-      width: Math.max(1, each - 2), height: 138 - bar(s.entries), rx: 1.5}));
-    if (i && hour(i) !== hour(i - 1) && hour(i) % (wide ? 3 : 6) === 0)
-      out.push(draw("text", {x: x(i), y: 270, "text-anchor": "middle"}, `${hour(i)}:00`));
-    out.push(draw("rect", {class: "hit", x: x(i), y: 20, width: each, height: 232},
-      draw("title", {}, `From ${minute(s.at)}: ${number(s.entries)} delivered, `
-        + `${many(s.files, "recording")}, ${number(s.backlog)} pending`)));
-  });
-  const total = steps.reduce((all, s) => all + s.entries, 0);
-  if (!total) out.push(draw("text", {x: width / 2, y: 88, "text-anchor": "middle"},
-    "Nothing was delivered."));
-  put($("plot"), draw("svg", {viewBox: `0 0 ${width} 276`, role: "img", "aria-label":
-    `${many(total, "entry", "entries")} delivered in the last 24 hours, `
-    + `${number(steps.at(-1).backlog)} pending now`}, out));
-}
-
-async function showPast() {
+async function showDay() {
   if (Date.now() - pastAt < 60000) return;
-  past = await ask("history");
+  const past = await ask("history"), sum = past.reduce((all, q) => all + q.entries, 0);
   pastAt = Date.now();
-  $("day").hidden = false;
-  showPlot();
-  put($("hours"), together(past, 4).map((h) => el("tr", {}, el("th", {scope: "row"}, minute(h.at)),
-    [number(h.entries), number(h.files), bytes(h.bytes), number(h.backlog)]
-      .map((text) => el("td", {}, text)))));
+  put($("day"),
+    chart(past, "entries", "Delivered per 15 min", `${number(sum)} in the last 24 hours`),
+    chart(past, "backlog", "Waiting"), el("div", {class: "row ends"},
+      [0, 24, 48, 72, 95].map((x) => soft(clock(past[x].at).slice(0, 5)))));
 }
 
-// --- dead letters --------------------------------------------------------------------------------
-const STATUS = {
-  PENDING: ["warn", "waits for a person"], RETRYING: ["blue", "in the queue again"],
-  RESOLVED: ["good", "delivered after all"], DEAD: ["bad", "given up after its retries"],
-};
-
-function card(m, before) {
-  const [kind, words] = STATUS[m.status] ?? ["blue", ""], name = `entry ${m.outbox_id}`;
-  const act = (what, label, look) => button(`${what} ${m.id}`, label,
-    {class: look, "data-do": what, "aria-label": `${label} ${name}`});
-  return el("li", {class: "row", "data-id": m.id, "data-sum": JSON.stringify(m),
-    "data-name": name, "data-status": m.status},
-    el("div", {class: "grow"},
-      el("div", {class: "row"}, el("h3", {}, `Entry ${m.outbox_id} · ${m.error_code}`),
-        el("span", {class: `chip ${kind}`}, m.status), el("span", {class: "soft"}, words)),
-      p("", m.error_message),
-      p("soft", moment(m.created_at), m.http_status && `HTTP ${m.http_status}`,
-        many(m.attempts, "attempt"), `retried ${m.retry_count} of ${m.max_retries}`,
-        `entity ${m.entity_id}`),
-      m.status === "DEAD" && p("soft", `To send it: serversync dlq retry --force ${m.id}`),
-      before?.querySelector("details") ?? el("details", {}, el("summary",
-        {"data-key": `payload ${m.id}`, "aria-label": `Payload of ${name}`}, "Payload"))),
-    m.status === "PENDING" && act("retry", "Retry", "main"),
-    m.status !== "RETRYING" && act("delete", "Delete", "risk"));
+function card(m) {
+  const name = `entry ${m.outbox_id}`;
+  const note = {RETRYING: "in the queue again", DEAD: "its retries are used up"}[m.status];
+  const button = (what, label, key = what) => el("button", {"data-key": `${key} ${m.id}`,
+    "data-do": what, "aria-label": `${label} ${name}`}, label);
+  const ways = m.id !== sure ? [m.status === "PENDING" && button("retry", "Retry"),
+    m.status !== "RETRYING" && button("delete", "Delete")] : [el("p", {role: "alert"},
+    `Delete ${name}? It was not delivered, and the frontend will never get it: its payload is lost.`
+    + " (A recording stays on the disk.) This cannot be undone."),
+    button("keep", "Cancel", "delete"), button("drop", "Delete for good")];  // focus: on Cancel
+  return el("li", {class: "row", "data-id": m.id}, el("div", {class: "grow"},
+    el("h3", {}, `Entry ${m.outbox_id} · ${m.original_topic} · ${m.error_code} `,
+      note && el("span", {class: "chip blue"}, note)),
+    el("p", {}, m.error_message),
+    soft(moment(m.created_at), m.http_status && `HTTP ${m.http_status}`,
+      `retried ${m.retry_count} of ${m.max_retries}`, `entity ${m.entity_id}`),
+    m.status === "DEAD" && soft(`To send it: sudo serversync dlq retry --force ${m.id}`),
+    el("details", {open: opened.has(m.id) && ""}, el("summary", {"data-key": `payload ${m.id}`,
+      "aria-label": `Payload of ${name}`}, "Payload"), m.payload == null
+      ? el("a", {href: `api/v1/dlq/messages/${m.id}`}, bytes(m.payload_bytes))
+      : el("pre", {tabindex: 0}, JSON.stringify(m.payload, null, 2)))),
+  el("div", {class: "row"}, ways));
 }
 
-function showLetters(messages) {
-  const list = $("list"), old = [...list.children], held = document.activeElement;
-  const cards = messages.map((m) => {
-    const before = old.find((li) => li.dataset.id === m.id);
-    if (before?.dataset.sum === JSON.stringify(m)) return before;
-    const was = before && JSON.parse(before.dataset.sum);
-    if (was && was.status !== m.status && m.status === "RESOLVED")
-      say("good", `Entry ${m.outbox_id} is RESOLVED: it was delivered.`);
-    if (m.retry_count > was?.retry_count)
-      say("bad", `Entry ${m.outbox_id} is ${m.status}: it failed again.`);
-    return card(m, before);
-  });
-  if (cards.length === old.length && cards.every((li, i) => li === old[i])) return;
-  const at = old.findIndex((li) => li.contains(held)), key = held?.dataset.key;
-  list.replaceChildren(...cards);
-  if (at < 0) return;
-  const same = cards.find((li) => li.dataset.id === old[at].dataset.id);
-  const near = same ?? cards[Math.min(at, cards.length - 1)];
-  (keyed(list, key) ?? near?.querySelector("[data-key]") ?? $("dead-title")).focus();
-}
-
-function showTopics(topics) {
-  put($("dead-note"), topics.length ? "Entries that were given up; kept until a person decides."
-    : "There are none. What the frontend refuses for good is kept here.");
-  put($("topics"), topics.map((t) => button(`topic ${t.topic}`, `${t.topic} (${number(t.total)})`,
-    {"data-topic": t.topic, "aria-pressed": t.topic === topic ? "true" : "false"})),
-    topic != null && button("all", `Retry all of ${topic}`, {"data-all": ""}));
+function showLetters() {
+  const list = $("list"), here = document.activeElement;
+  const at = [...list.children].findIndex((li) => li.contains(here));
+  put(list, shown.map(card));
+  if (at < 0 || list.contains(document.activeElement)) return;
+  const near = list.children[Math.min(at, shown.length - 1)];
+  (near?.querySelector("[data-key]") ?? $("head")).focus();
 }
 
 async function showDead() {
-  const {topics} = await ask("dlq");
-  $("dead").hidden = false;
-  if (!topics.some((t) => t.topic === topic)) [topic, page] = [topics[0]?.topic, 1];
-  showTopics(topics);
-  const asked = topic, of = page, path = `dlq/${encodeURIComponent(asked)}`;
-  const found = asked == null ? {messages: [], pagination: {total_count: 0}}
-    : await ask(`${path}?page=${of}&page_size=${SIZE}`);
-  if (asked !== topic || of !== page) return;
-  const count = found.pagination.total_count, pages = Math.max(1, Math.ceil(count / SIZE));
-  if (page > pages) [page, again] = [pages, true];
-  showLetters(found.messages);
-  const go = (to, label) => button(label, label,
-    {"data-page": to, "aria-disabled": to < 1 || to > pages ? "true" : "false"});
-  put($("pages"), pages > 1 && [go(page - 1, "Newer"), go(page + 1, "Older"),
-    el("span", {class: "soft"}, `Page ${page} of ${number(pages)}, ${many(count, "letter")}`)]);
+  const {topics, open} = await ask("dlq"), left = topics.filter((t) => t.total > t.resolved);
+  const all = left.reduce((sum, t) => sum + t.total - t.resolved, 0);
+  for (const m of shown) {  // what became of those that were shown
+    const now = open.find((o) => o.id === m.id) ?? await ask(`dlq/messages/${m.id}`).catch(() => m);
+    if (now.status === "RESOLVED") say("good", `Entry ${m.outbox_id} was delivered.`);
+    if (now.retry_count > m.retry_count) say("bad", `Entry ${m.outbox_id} failed again.`);
+  }
+  $("dead").hidden = !all;
+  put($("topics"), all > open.length && soft(`The newest ${open.length} of ${number(all)}`),
+    left.filter((t) => t.pending > 1).map((t) => el("button", {"data-key": t.topic,
+      "data-all": t.topic}, `Retry all ${number(t.pending)} of ${t.topic}`)));
+  shown = open;
+  showLetters();
 }
 
-// --- asking and doing ----------------------------------------------------------------------------
-async function refresh() {
+const refresh = () => looks = looks.then(look);  // one after the other
+
+async function look() {
   clearTimeout(timer);
   if (document.hidden) return;  // a request would keep the admin process running
-  if (busy) return void (again = true);
-  busy = true;
-  again = false;
-  const lost = new Set();
+  let lost = "";
   try {
     latest = await ask("status");
     showState(latest);
-    showNotices(latest);
-    showProgress(latest.progress);
     showTiles(latest);
-    $("hero").hidden = false;
-    put($("fresh"), `Updated ${clock(Date.now())}`);
-    if (latest.database.ok) await Promise.all([showPast(), showDead()]);
+    put($("fresh"), `Updated ${clock(latest.at)}`);
+    if (latest.database.ok) await Promise.all([showDay(), showDead()]);
   } catch (error) {
-    lost.add(error.message).add(`Asked again every ${EVERY} s. `
-      + (latest ? "What you see below may be old." : ""));
+    lost = `${error.message} It is asked again every 10 s. What you see below may be old.`;
+    showHead("lost");
   }
-  put($("lost"), lost.size > 0 && notice("bad", "No news from serversync", ...lost));
-  $("main").classList.toggle("old", lost.size > 0);
+  put($("lost"), lost);
+  document.body.classList.toggle("old", lost);
   for (const id of ["day", "dead"]) $(id).classList.toggle("old", !latest?.database.ok);
-  busy = false;
-  if (again) return refresh();
-  timer = setTimeout(refresh, hurry-- > 0 ? 1000 : EVERY * 1000);
+  timer = setTimeout(refresh, hurry-- > 0 ? 1000 : 10000);
 }
 
-function say(kind, text) {
-  $("said").className = `said ${kind}`;
-  put($("said"), text);
-}
+const say = (look, text) => put(Object.assign($("said"), {className: `card ${look}`}), text);
 
 async function act(method, path) {
   if (working) return;
   working = true;
   say("", "Working …");
-  try {
-    say("good", (await ask(path, method)).message);
-    hurry = 10;  // the agent is at work: look more often for a while
-  } catch (error) {
-    say("bad", `${error.conflict ? "Not done" : "That did not work"}: ${error.message}`);
-  }
-  working = false;
+  await ask(path, method).then(({message}) => say("good", message),
+    (error) => say("bad", `Not done: ${error.message}`));
+  if (method === "DELETE") shown = shown.filter(({id}) => !path.endsWith(id));
+  [working, hurry] = [false, 10];  // the agent is at work: look more often for a while
   refresh();
-}
-
-function askFirst({id, name, status}) {
-  put($("sure-title"), `Delete the letter of ${name}?`);
-  put($("sure-text"), status === "RESOLVED" ? "It was delivered: only this record of it is lost."
-    : `Its payload is lost: ${name} (${topic}) was not delivered, and the frontend will never get `
-      + `it.${topic === "recording_file" ? " Its recording stays on the disk." : ""} `
-      + "This cannot be undone.");
-  $("yes").onclick = () => { $("sure").close(); act("DELETE", `dlq/messages/${id}`); };
-  $("sure").showModal();
-  $("no").focus();
-}
-
-async function showPayload({target: details}) {
-  if (!details.open) return;
-  const id = details.closest("li").dataset.id;
-  const words = await ask(`dlq/messages/${id}`).then(({payload, payload_bytes: size}) =>
-    payload == null && size ? `${bytes(size)} are too many to be shown here.`
-      : JSON.stringify(payload, null, 2), (error) => error.message);
-  details.querySelector("pre")?.remove();
-  details.append(el("pre", {tabindex: 0, role: "region", "aria-label": "Payload"}, words));
 }
 
 $("refresh").onclick = () => { pastAt = 0; refresh(); };
-$("no").onclick = () => $("sure").close();
-$("list").addEventListener("toggle", showPayload, true);
+$("list").addEventListener("toggle", ({target}) =>
+  opened[target.open ? "add" : "delete"](target.closest("li").dataset.id), true);
 $("list").onclick = ({target}) => {
-  const {id, name, status} = target.closest("li")?.dataset ?? {};
-  if (target.dataset.do === "retry") act("POST", `dlq/messages/${id}/retry`);
-  if (target.dataset.do === "delete") askFirst({id, name, status});
+  const id = target.closest("li")?.dataset.id, what = target.dataset.do;
+  if (what === "retry") act("POST", `dlq/messages/${id}/retry`);
+  if (what === "drop") act("DELETE", `dlq/messages/${id}`);
+  sure = what === "delete" ? id : null;
+  showLetters();
 };
-$("topics").onclick = ({target: {dataset}}) => {
-  if (dataset.all != null) act("POST", `dlq/${encodeURIComponent(topic)}/retry-all`);
-  if (dataset.topic == null) return;
-  [topic, page] = [dataset.topic, 1];
-  refresh();
+$("topics").onclick = ({target: {dataset: {all}}}) =>
+  all && act("POST", `dlq/${encodeURIComponent(all)}/retry-all`);
+document.onkeydown = ({key}) => {
+  if (key !== "Escape") return;
+  say("", "");
+  sure = null;
+  showLetters();
 };
-$("pages").onclick = ({target}) => {
-  if (!target.dataset.page || target.getAttribute("aria-disabled") === "true") return;
-  page = Number(target.dataset.page);
-  refresh();
-};
-document.onkeydown = ({key}) => { if (key === "Escape" && !$("sure").open) say("", ""); };
-$("said").onclick = () => say("", "");
 document.addEventListener("visibilitychange", refresh);
-new ResizeObserver(showPlot).observe($("plot"));
 refresh();
 </script>
 </html>
@@ -9298,31 +9082,23 @@ def _moment(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} {words}") from None
 
 
-def _uuid(text: str) -> str:
-    if not _UUID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a UUID")
-    return text
-
-
-def _of(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _of(parse: Parse) -> Parse:
     """A parser of the option table, for arguments."""
 
     def parsed(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} {error}") from None
 
     return parsed
 
 
-def _up_to(most: int) -> Callable[[str], str]:
-    def parsed(text: str) -> str:
-        if not 0 < len(text) <= most:
-            raise argparse.ArgumentTypeError(f"must have 1 to {most} characters")
-        return text
+def _up_to(most: int) -> Parse:
+    return _of(_like(rf"[\s\S]{{1,{most}}}", f"1 to {most} characters"))
 
-    return parsed
+
+_letter = _of(_like("[0-9]{1,18}|[0-9A-Fa-f-]{4,36}", "a seq, a UUID or 4 characters of it"))
 
 
 def build_parser() -> Parser:
@@ -9342,104 +9118,86 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"serversync {__version__}")
     parser.add_argument("--env-file", metavar="FILE", help=f"default: {ENV_FILE}, where it exists")
+    parser.set_defaults(**{flag[2:].replace("-", "_"): False for flag in FLAGS})
     add = partial(_add, parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
     add("run", "the service: deliver until stopped")
     add("once", "deliver what is due, and exit")
-    status = add("status", "one screen: what it does, what waits, what is wrong", "--json")
-    status.add_argument("--watch", action="store_true", help="repaint once a second")
-    add("doctor", "check everything, with a hint for each problem", "--json")
-    _add_setup(add("setup", "prepare the database and the recordings' directory"))
-    enqueue = add("enqueue", "put an entry into the outbox; its payload comes by stdin", "--json")
-    enqueue.add_argument("type", metavar="TYPE", type=_up_to(30), help="its entity type")
-    enqueue.add_argument("id", metavar="UUID", type=_uuid, help="its entity's id")
-    enqueue.add_argument(
-        "--idempotency-key", metavar="KEY", type=_up_to(200), help="the same key: the same entry"
-    )
-    _add_dlq(add("dlq", "entries that were given up: look, send again, delete"))
-    _add_replay(add("replay", "send again what was sent", "--json", "--force", "--yes"))
-    prune = add("prune", "delete old rows that were sent", "--yes")
-    prune.add_argument(
-        "--days",
-        metavar="N",
-        type=_of(_number(0.001, 36500)),
-        help="instead of SYNC_RETENTION_DAYS",
-    )
-    _add_settings(add("settings", "what came back from the frontend", "--json"))
+    add("status", "one screen: what it does, what waits, what is wrong", "--json --watch")
+    add("doctor", "check everything, with a hint for each problem", "--json --all --brief")
+    how = "--print-sql --admin-url --recordings --announcements --backend-user"
+    add("setup", "prepare the database and the recordings' directory", how)
+    what = "put an entry into the outbox; its payload comes by stdin"
+    add("enqueue", what, "--json type id --idempotency-key")
+    dlq = add("dlq", "entries that were given up: look, send again, delete")
+    of = partial(_add, dlq.add_subparsers(dest="action", required=True, metavar="ACTION"))
+    of("list", "a page of dead letters, newest first", "--json topic --all --page --page-size")
+    of("show", "one dead letter, with its payload", "--json letter")
+    of("retry", "send dead letters again, under their old seq", "--json --force letters")
+    of("retry-all", "send all that can be sent again", "--json --force topic")
+    of("delete", "delete dead letters: they are never sent", "--json --yes letters")
+    which = "--json --force --yes --seq --since --until --type --call"
+    add("replay", "send again what was sent", which)
+    add("prune", "delete old rows that were sent", "--yes --days")
+    settings = add("settings", "what came back from the frontend", "--json")
+    of = partial(_add, settings.add_subparsers(dest="action", metavar="ACTION"))
+    of("pull", "fetch and apply them now", "--dry-run --json")
+    held = "apply a section that was held back, because so much of it was gone"
+    of("accept", held, "section --json")
     add("metrics", "print the metrics, as Prometheus reads them")
-    admin = add("admin", "answer HTTP requests: status page, dead letters, metrics, health")
-    where = f"ADDRESS:PORT or the path of a Unix socket; default: {ADMIN_LISTEN}"
-    admin.add_argument("--listen", metavar="WHERE", help=where)
-    admin.add_argument("--idle", type=float, default=ADMIN_IDLE, help=argparse.SUPPRESS)
+    admin = "answer HTTP requests: status page, dead letters, metrics, health"
+    add("admin", admin, "--listen --idle")
     return parser
 
 
-SHARED: Final = {
-    "--json": "print JSON",
-    "--yes": "do it; without this it only says what it would do",
-    "--force": "also what a newer entry has overtaken, or whose retries are used up",
-}
-
-
-def _add(commands: Any, name: str, text: str, *shared: str) -> Parser:
+def _add(commands: Any, name: str, text: str, takes: str = "") -> Parser:
     command: Parser = commands.add_parser(name, help=text, description=text)
     command.add_argument("--env-file", metavar="FILE", default=argparse.SUPPRESS)
-    for each in shared:
-        command.add_argument(each, action="store_true", help=SHARED[each])
+    for each in takes.split():
+        if each in FLAGS:  # a default here would hide what stands before an action
+            default = argparse.SUPPRESS
+            command.add_argument(each, action="store_true", default=default, help=FLAGS[each])
+        else:
+            metavar, parse, text, *more = TAKEN[each]
+            given: dict[str, Any] = more[0] if more else {}
+            command.add_argument(each, metavar=metavar, type=parse, help=text, **given)
     return command
 
 
-def _add_setup(setup: Parser) -> None:
-    setup.add_argument("--print-sql", action="store_true", help="only print what is missing")
-    setup.add_argument("--admin-url", metavar="URL", help="connect so, instead of as postgres")
-    setup.add_argument(
-        "--recordings",
-        metavar="DIR",
-        help="instead, open this directory of the backend's to serversync",
-    )
-    setup.add_argument("--announcements", metavar="DIR", help="and this one")
-    setup.add_argument(
-        "--backend-user", metavar="USER", help="who reads what it puts there; default: the owner"
-    )
-
-
-def _add_replay(replay: Parser) -> None:
-    replay.add_argument("--seq", metavar="A-B", type=_sequence, help="from seq A to seq B")
-    replay.add_argument("--since", metavar="TIME", type=_moment, help="enqueued at TIME or later")
-    replay.add_argument("--until", metavar="TIME", type=_moment, help="enqueued until TIME")
-    replay.add_argument("--type", metavar="TYPE", help="of this entity type")
-    replay.add_argument("--call", metavar="ID", help="of this call: its log's UUID, or Call-ID")
-
-
-def _add_dlq(dlq: Parser) -> None:
-    add = partial(_add, dlq.add_subparsers(dest="action", required=True, metavar="ACTION"))
-    listing = add("list", "a page of dead letters, newest first", "--json")
-    listing.add_argument("topic", metavar="TOPIC", nargs="?", help="of this entity type only")
-    listing.add_argument("--page", type=_of(_whole(1, 10**9)), default=1, metavar="N")
-    listing.add_argument("--page-size", type=_of(_whole(1, 1000)), default=20, metavar="N")
-    show = add("show", "one dead letter, with its payload", "--json")
-    show.add_argument("id", metavar="ID", type=_uuid)
-    retry = add("retry", "send dead letters again, under their old seq", "--json", "--force")
-    retry.add_argument("ids", metavar="ID", nargs="+", type=_uuid)
-    every = add("retry-all", "send all that can be sent again", "--json", "--force")
-    every.add_argument("topic", metavar="TOPIC", nargs="?", help="of this entity type only")
-    delete = add("delete", "delete dead letters: they are never sent", "--json", "--yes")
-    delete.add_argument("ids", metavar="ID", nargs="+", type=_uuid)
-
-
-def _add_settings(settings: Parser) -> None:
-    add = partial(_add, settings.add_subparsers(dest="action", metavar="ACTION"))
-    pull = add("pull", "fetch and apply them now")
-    pull.add_argument("--dry-run", action="store_true", help="only show what would change")
-    accept = add("accept", "apply a section that was held back, because so much of it was gone")
-    accept.add_argument("section", metavar="SECTION", choices=tuple(SOURCES), help="its name")
-    for action in (pull, accept):  # also before the action: no default may hide it
-        action.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help=SHARED["--json"]
-        )
-
-
+FLAGS: Final = {
+    "--json": "print JSON",
+    "--yes": "do it; without this it only says what it would do",
+    "--force": "also what a newer entry has overtaken, or whose retries are used up",
+    "--all": "what is well, or resolved, too",
+    "--brief": "one line, with the worst",
+    "--watch": "repaint once a second",
+    "--dry-run": "only show what would change",
+    "--print-sql": "only print what is missing",
+}
+# All else that a command may take: how it is shown and read, what it is, and how it is counted.
+TAKEN: Final[dict[str, tuple[Any, ...]]] = {
+    "--admin-url": ("URL", str, "connect so, instead of as postgres"),
+    "--recordings": ("DIR", str, "instead, open this directory of the backend's to serversync"),
+    "--announcements": ("DIR", str, "and this one"),
+    "--backend-user": ("USER", str, "who reads what it puts there; default: the owner"),
+    "type": ("TYPE", _up_to(30), "its entity type"),
+    "id": ("UUID", _of(_like(_UUID.pattern, "a UUID")), "its entity's id"),
+    "--idempotency-key": ("KEY", _up_to(200), "the same key: the same entry"),
+    "topic": ("TOPIC", str, "of this entity type only", {"nargs": "?"}),
+    "--page": ("N", _of(_whole(1, 10**9)), "which; default: 1", {"default": 1}),
+    "--page-size": ("N", _of(_whole(1, 1000)), "how many; default: 20", {"default": 20}),
+    "letter": ("ID", _letter, "its seq, its id or the beginning of that"),
+    "letters": ("ID", _letter, "their seqs, ids or the beginnings of these", {"nargs": "+"}),
+    "--seq": ("A-B", _sequence, "from seq A to seq B"),
+    "--since": ("TIME", _moment, "enqueued at TIME or later"),
+    "--until": ("TIME", _moment, "enqueued until TIME"),
+    "--type": ("TYPE", str, "of this entity type"),
+    "--call": ("ID", str, "of this call: its log's UUID, or Call-ID"),
+    "--days": ("N", _of(_number(0.001, 36500)), "instead of SYNC_RETENTION_DAYS"),
+    "section": ("SECTION", str, "its name", {"choices": tuple(SOURCES)}),
+    "--listen": ("WHERE", str, f"ADDRESS:PORT, or a Unix socket; default: {ADMIN_LISTEN}"),
+    "--idle": ("SECONDS", float, argparse.SUPPRESS, {"default": ADMIN_IDLE}),
+}
 COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str]], int]]] = {
-    "status": do_status,
     "setup": do_setup,
     "enqueue": do_enqueue,
     "dlq": do_dlq,
@@ -9510,9 +9268,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """The service, one round of it, or a command of a person's (who then acts as the service)."""
 
+    # Where the service's relative paths are meant from. (The admin process has a unit of its own.)
+    where = os.getcwd if arguments.command in ("run", "admin") else working_directory
+
     def read() -> Config:
         try:
-            return load_config(read_env_file(arguments.env_file, environ), environ)
+            return load_config(read_env_file(arguments.env_file, environ), where)
         except ConfigError as error:
             if isinstance(error.__context__, PermissionError):  # of the file; root may read it
                 raise ConfigError([f"{error}: run: {as_root()}"]) from None
@@ -9522,20 +9283,17 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return admin(read, arguments.listen, environ, arguments.idle)
     if arguments.command == "doctor":
         return do_doctor(read, arguments, environ)
-    if arguments.command == "setup" and (arguments.recordings or arguments.announcements):
+    if arguments.command == "status":
+        return do_status(read, arguments, environ)
+    if arguments.command == "setup" and {arguments.recordings, arguments.announcements} != {None}:
         if arguments.print_sql:
-            raise Refused(
-                "invalid", "--print-sql prints what the database needs: name no directory"
-            )
+            how = "--print-sql prints what the database needs: name no directory"
+            raise Refused("invalid", how)
         return setup_rights(arguments, environ)  # before there is any configuration
     config = read()
     configure_logging(config)
     if arguments.command != "setup":
-        become_service_user(environ)
-    typed = os.isatty(0) or "SUDO_UID" in environ  # not by systemd, nor in a container
-    if arguments.command == "run" and typed and os.geteuid() == 0:
-        how = f"install the package, whose user is {SERVICE_USER}, or start it as another user"
-        raise ConfigError([f"run does not stay root: {how}"])
+        become_service_user(environ, arguments.command)
     if arguments.command in COMMANDS:
         code = COMMANDS[arguments.command](config, arguments, environ)
         sys.stdout.flush()
@@ -9544,7 +9302,7 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     process.install()
     once = arguments.command == "once"
     state = StateFile({} if once else environ)
-    agent = Agent(config, process, state.write, once, (Settings,))
+    agent = Agent(config, process, state.show, once, (Settings, Announcements))
     agent.reread = read
     return agent.run_once() if once else agent.serve()
 

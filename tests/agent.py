@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from backend import Backend
@@ -22,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Relative ones are meant from the repository's root.
 PYTHON = os.environ.get("SERVERSYNC_PYTHON", "/usr/bin/python3")
 PROGRAM = os.environ.get("SERVERSYNC_PROGRAM", "serversync.py")
-OPTIONS = ("SYNC_", "FRONTEND_", "DATABASE_URL")
+OPTIONS = ("SYNC_", "FRONTEND_", "DATABASE_URL", "ANNOUNCEMENT_", "NOTIFICATION_", "LOG_")
 # As it is installed: a module that is compiled once. Compiling it takes half of a start.
 LAUNCH = """
 import importlib, os, sys
@@ -45,7 +44,7 @@ def agent_env(
         "DATABASE_URL": db and db.url,
         "FRONTEND_BASE_URL": frontend and frontend.url,
         "SYNC_RECORDINGS_DIR": backend and backend.recordings_dir,
-        "SYNC_ANNOUNCEMENTS_DIR": backend and backend.announcements_dir,
+        "ANNOUNCEMENT_AUDIO_DIR": backend and backend.announcements_dir,
         "SYNC_FILE_GRACE_SEC": 300,
         "SYNC_DELETE_AFTER_SEC": 0,
         "SYNC_POLL_INTERVAL_SEC": 300,
@@ -236,12 +235,7 @@ class Agent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -286,7 +280,7 @@ class Agent:
         return content
 
     def wait_sentence(self, text: str, timeout: float = 20) -> None:
-        """Wait until its state file says what it is doing, for example "idle"."""
+        """Wait until its state file says what it is doing, for example "all delivered"."""
         wait_until(
             lambda: text in self.state()["sentence"], timeout, f"the state {text!r}", self._tail
         )
@@ -353,30 +347,10 @@ class AgentFactory:
     def env(self, **overrides: Any) -> dict[str, str]:
         return agent_env(self._db, self._frontend, self._backend, **overrides)
 
-    def __call__(
-        self,
-        *,
-        python: str | None = None,
-        args: Sequence[str] = ("run",),
-        notify: NotifySocket | None = None,
-        runtime_dir: Path | None = None,
-        strace: Sequence[str] | None = None,
-        env_file: bool = True,
-        prefix: Sequence[str] = (),
-        pass_fds: Sequence[int] = (),
-        **overrides: Any,
-    ) -> Agent:
-        agent = Agent(
-            self.env(**overrides),
-            python=python,
-            args=args,
-            notify=notify,
-            runtime_dir=runtime_dir,
-            strace=strace,
-            env_file=env_file,
-            prefix=prefix,
-            pass_fds=pass_fds,
-        )
+    def __call__(self, **how: Any) -> Agent:
+        overrides = {name: value for name, value in how.items() if name.isupper()}
+        rest = {name: value for name, value in how.items() if name not in overrides}
+        agent = Agent(self.env(**overrides), **rest)
         self.started.append(agent)
         return agent
 

@@ -298,6 +298,24 @@ class Backend:
         first, last = self.db.rows(INSERT_CALL_LOGS, params)[0]
         return first, last
 
+    @property
+    def queue_file(self) -> Path:
+        return self.directory / "storage" / "notifications" / "pending.jsonl"
+
+    def call_comes_in(self, call_id: str | None = None, age: float = 0, **more: Any) -> str:
+        """A line in the queue file, as the backend writes it: opened for each, one write."""
+        call_id = call_id or random_call_id()
+        came_in = datetime.now(UTC) - timedelta(seconds=age)
+        call = {"call_id": call_id, "callerNumber": "+819012345678", "trigger": "direct"}
+        call |= {"receivedAt": came_in.isoformat(), **more}
+        self.write_line(json.dumps(call, separators=(",", ":")))
+        return call_id
+
+    def write_line(self, line: str) -> None:
+        self.queue_file.parent.mkdir(exist_ok=True)
+        with self.queue_file.open("a") as file:
+            file.write(line + "\n")
+
     def upload_status(self, call: Call) -> tuple[str, str | None]:
         """upload_status and s3_url of a call's recording."""
         query = "SELECT upload_status, s3_url FROM recordings WHERE id = %s"

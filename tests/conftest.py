@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import agent as agent_module
 from agent import AgentFactory, NotifySocket
 from backend import Backend
+from chance import TIMES
 from desk import Typist
 from frontend import Frontend
 from pg import Cluster, Database
 from proxy import Proxy
 
-# The machine may be busy: an example that takes long says nothing.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+settings.load_profile("new" if TIMES else "same")
 
 
 @pytest.fixture(scope="session")
@@ -128,11 +127,32 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
         report.sections.append(("the agents' logs", factory.logs()))
 
 
+# Not for each set of packages: nothing in them can differ with another psycopg or urllib3.
+ONCE = {
+    "test_docs.py", "test_completion.py", "test_rooms.py",  # texts
+    "test_policy.py", "test_flow.py", "test_fleet.py",  # decisions, in this process
+    "test_entry_outages.py",  # the same over days: requests and rows like those of test_verdicts.py
+    "test_deletion.py", "test_recordings.py", "test_rights.py",  # files here, and whose they are
+    "test_logging.py", "test_infrastructure.py",  # the journal; the tests' own tools
+    "test_memory.py",  # measured on what runs on a Pi: Debian's packages
+}  # fmt: skip
+
+
+def runs_once(item: pytest.Item) -> bool:
+    """Of the configuration only URLs are read by libraries: urllib3's, and libpq's."""
+    name = item.path.name
+    of_file = name == "test_config.py" and "url" not in item.name
+    return item.path.parent.name == "faults" or name in ONCE or of_file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The faults take minutes and are about the product: once, on Debian's libraries. What takes
     long, or is one process's alone, comes first: all others run beside it."""
     for item in items:
-        if item.path.parent.name == "faults":
+        if runs_once(item):
             item.add_marker(pytest.mark.slow)
-    first = ("test_soak.py", "test_memory.py", "test_senders.py", "test_upload.py")
+    first = {
+        "test_soak.py", "test_memory.py", "test_senders.py", "test_upload.py", "test_rights.py",
+        "test_order.py", "test_blocking.py", "test_state.py",
+    }  # fmt: skip
     items.sort(key=lambda item: (item.path.parent.name != "system", item.path.name not in first))

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import TracebackType
 from typing import Any, Self
 
 from psycopg.types.json import Jsonb
@@ -31,6 +30,9 @@ from waiting import wait_until
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 CONTROL = {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))} - {"\n"}
 CONTROL |= {"\u2028", "\u2029", *BIDI}
+# A time as people are told it, of another day with its date: in a sentence, and on the page.
+CLOCK = r"(\d\d \w+ )?\d\d:\d\d:\d\d"
+MOMENT = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d"
 # As if each had been given up: no request is needed to fill a page.
 BURIED = """
     WITH letter AS (
@@ -356,12 +358,7 @@ class Terminal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.returncode is None:
             os.kill(self.pid, 9)
             with contextlib.suppress(AssertionError):

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPMessage, parse_headers
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from proxy import reset
@@ -33,6 +32,7 @@ from waiting import wait_until
 
 ENTRIES_PATH = "/api/ingest/sync"
 FILE_PATH = "/api/ingest/recording-file"
+CALL_PATH = "/api/ingest/incoming-call"
 STORED_PATH = re.compile(r"/(?:api/recordings/([^/]+)|storage/recordings/([^/]+)/mixed\.\w+)")
 PARTS = ["callLogId", "recordingId", "meta", "audio"]
 AUDIO_NAMES = ("mixed.wav", "mixed.mp3")
@@ -440,7 +440,8 @@ class Frontend:
 
     Hooks get the Request and return a Reply, or None for the normal behaviour:
     `on_head` (any request, before its body is read), `on_entries` (`request.entries` is set),
-    `on_file` (`request.file` is set, its path still temporary).
+    `on_file` (`request.file` is set, its path still temporary), `on_call` (an incoming call: its
+    object is in `request.entries`), `on_other` (whatever else was asked, with its body).
     """
 
     def __init__(
@@ -465,12 +466,15 @@ class Frontend:
         self.store: dict[str, Json] = {}
         self.files: dict[str, StoredFile] = {}
         self.uploads: list[StoredFile] = []
+        self.calls: list[Json] = []
         self.log: list[tuple[Any, ...]] = []
         self.connections = 0
 
         self.on_head: Hook | None = None
         self.on_entries: Hook | None = None
         self.on_file: Hook | None = None
+        self.on_call: Hook | None = None
+        self.on_other: Hook | None = None
         self.on_end: Callable[[Request], object] | None = None
         self.poison: dict[str, Reply] = {}
         self.rejected: dict[str, str] = {}
@@ -537,12 +541,7 @@ class Frontend:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _accept(self, listener: socket.socket, stopping: threading.Event) -> None:
@@ -565,7 +564,7 @@ class Frontend:
     # -- what the tests ask ---------------------------------------------------------------------
 
     def of_kind(self, kind: str) -> list[Request]:
-        """The requests of kind entries, file or other."""
+        """The requests of kind entries, file, call or other."""
         return [request for request in list(self.requests) if request.kind == kind]
 
     def received(self, entity_id: str | uuid.UUID) -> list[Json]:
@@ -601,8 +600,9 @@ class Frontend:
     def kind_of(self, method: str, target: str) -> str:
         if method != "POST":
             return "other"
-        kinds = {self.base_path + ENTRIES_PATH: "entries", self.base_path + FILE_PATH: "file"}
-        return kinds.get(target, "other")
+        kinds = {ENTRIES_PATH: "entries", FILE_PATH: "file", CALL_PATH: "call"}
+        ours = target.startswith(self.base_path)
+        return kinds.get(target.removeprefix(self.base_path), "other") if ours else "other"
 
     def begin(self, request: Request) -> None:
         if self.history:
@@ -627,7 +627,19 @@ class Frontend:
         request.body = b"".join(body)
         if request.kind == "entries":
             return self._take_entries(request)
+        if request.kind == "call":
+            return self._take_call(request)
         return self._page(request)
+
+    def _take_call(self, request: Request) -> Reply:
+        """Not idempotent: the same call twice is two pop-ups."""
+        assert request.body is not None
+        call = json.loads(request.body)
+        request.entries = [call]
+        reply = self.on_call(request) if self.on_call is not None else None
+        if reply is None or reply.store:
+            self.calls.append(call)
+        return reply or Reply(200, {}, {"ok": True, "id": str(uuid.uuid4())})
 
     def _take_entries(self, request: Request) -> Reply:
         assert request.body is not None
@@ -717,13 +729,16 @@ class Frontend:
                 self.log.append(("file", file.call_log_id, file.recording_id))
 
     def _page(self, request: Request) -> Reply:
+        reply = self.on_other(request) if self.on_other is not None else None
+        if reply is not None:
+            return reply
         path = request.path.removeprefix(self.base_path)
         page = self.pages.get(path)
         if isinstance(page, Reply):
             return page
         if page is not None:
             return Reply(200, {}, page)
-        if path in (ENTRIES_PATH, FILE_PATH):
+        if path in (ENTRIES_PATH, FILE_PATH, CALL_PATH):
             return Reply(405, {"Allow": "POST"}, {"error": "method not allowed"})
         match = STORED_PATH.fullmatch(path)
         file = self.files.get(match[1] or match[2]) if match else None

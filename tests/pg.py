@@ -9,9 +9,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import psycopg
 from psycopg import sql
@@ -20,6 +19,12 @@ SCHEMA = Path(__file__).with_name("schema.sql")
 OWNER = "voicebot"
 TEMPLATE = "backend_template"
 HOST = "127.0.0.1"
+
+# Typed as root: whoever that is, psql becomes the role that the line names, else the superuser.
+SUDO = """#!/bin/sh
+shift 2
+exec "$@"
+"""
 
 Params = tuple[object, ...] | Mapping[str, object]
 
@@ -119,12 +124,7 @@ class Cluster:
         self.prepare()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def prepare(self) -> None:
@@ -140,12 +140,13 @@ class Cluster:
     ) -> str:
         """A URL over TCP; `port` leads through a proxy, `params` are libpq's."""
         query = f"?{urlencode(params)}" if params else ""
-        return f"postgresql://{user}@{HOST}:{port or self.port}/{dbname}{query}"
+        name, user = quote(dbname, safe=""), quote(user, safe="")
+        return f"postgresql://{user}@{HOST}:{port or self.port}/{name}{query}"
 
     def socket_url(self, dbname: str, *, user: str = OWNER, **params: object) -> str:
         """A URL over the Unix socket."""
         query = urlencode({"host": self.directory, "port": self.port, **params})
-        return f"postgresql://{user}@/{dbname}?{query}"
+        return f"postgresql://{quote(user, safe='')}@/{quote(dbname, safe='')}?{query}"
 
     def admin(self, dbname: str = "postgres") -> psycopg.Connection[Any]:
         """A superuser's connection in autocommit mode."""
@@ -189,6 +190,22 @@ class Database:
     def admin(self) -> psycopg.Connection[Any]:
         """A superuser's connection to this database, which the caller closes."""
         return self.cluster.admin(self.name)
+
+    def paste(self, line: str, well: bool = True) -> str:
+        """What this line says, as a shell of root's takes it, in an empty directory."""
+        with tempfile.TemporaryDirectory(prefix="serversync-paste-") as place:
+            sudo = Path(place, "bin", "sudo")
+            sudo.parent.mkdir()
+            sudo.write_text(SUDO)
+            sudo.chmod(0o755)
+            env = {"PATH": f"{sudo.parent}:{os.environ['PATH']}", "PGUSER": "postgres",
+                   "PGHOST": str(self.cluster.directory), "LC_ALL": "C.UTF-8"}  # fmt: skip
+            done = subprocess.run(
+                ["sh", "-c", line], cwd=place, env=env, capture_output=True, text=True, check=False
+            )
+            assert os.listdir(place) == ["bin"], f"{line} made {os.listdir(place)}"
+            assert not well or done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+            return done.stdout
 
     @contextlib.contextmanager
     def _cursor(self, query: str, params: Params | None) -> Iterator[psycopg.Cursor[Any]]:

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import psycopg
+
 import serversync
 from agent import agent_env
 from backend import Backend
-from frontend import Frontend, Json, Reply, Request
+from frontend import Frontend, Json, Request
 from pg import Database
+from waiting import wait_until
 
 PATHS = {
     "number-groups": "/api/number-groups",
@@ -146,19 +149,18 @@ def asked(frontend: Frontend, name: str = "") -> list[Request]:
     return [request for request in frontend.of_kind("other") if request.path in paths]
 
 
-def with_etags(frontend: Frontend) -> Callable[[Request], Reply | None]:
-    """A hook for on_head: each page has an ETag, and one that is known already is not sent."""
+def wait_pulls(db: Database, more: int = 2) -> None:
+    """Until so many pulls more were finished: the last of them began after this call."""
 
-    def hook(request: Request) -> Reply | None:
-        page = frontend.pages.get(request.path)
-        if request.path not in PATHS.values() or isinstance(page, Reply) or page is None:
+    def last() -> Any:
+        try:
+            return db.value("SELECT max(pulled_at) FROM serversync.settings")
+        except psycopg.errors.UndefinedTable:
             return None
-        assert isinstance(page, dict)
-        tag = f'"{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(page))}"'
-        known = request.headers.get("If-None-Match") == tag
-        return Reply(304 if known else 200, {"ETag": tag}, b"" if known else page)
 
-    return hook
+    for _ in range(more):
+        before = last()
+        wait_until(lambda: last() != before, what="a pull")  # noqa: B023
 
 
 def make_schema(db: Database) -> None:
@@ -186,32 +188,31 @@ class Puller:
 
     def config(self, **settings: Any) -> serversync.Config:
         env = agent_env(self.db, self._frontend, self._backend, **settings)
-        return serversync.load_config(env, {})
+        return serversync.load_config(env)
 
     @contextmanager
     def _tools(
         self, config: serversync.Config
-    ) -> Iterator[tuple[serversync.Frontend, serversync.SettingsStore]]:
+    ) -> Iterator[tuple[serversync.Frontend, serversync.Console]]:
         source = serversync.Frontend(config, self.process)
         try:
-            with serversync.Desk(config, "tests") as desk:
-                yield source, serversync.SettingsStore(desk.session)
+            with serversync.Console(config, "tests") as desk:
+                yield source, desk
         finally:
             source.settings.close()
 
-    def __call__(self, **settings: Any) -> dict[str, serversync.Outcome]:
+    def __call__(self, **settings: Any) -> dict[str, serversync.Section]:
         """One pull that compares everything; what became of each section."""
         config = self.config(**settings)
         with self._tools(config) as (source, store):
-            outcomes = serversync.pull_now(config, source, store, True, self.process)
-        return {outcome.section.name: outcome for outcome in outcomes}
+            pulled = serversync.pull_now(config, source, store, True, self.process)
+        return {section.name: section for section in pulled}
 
     def audio(self, between: Callable[[], object] = lambda: None, **settings: Any) -> list[str]:
         """All audio that is due, a try each; what went wrong."""
         config, troubles = self.config(**settings), []
         with self._tools(config) as (source, store):
-            audio = serversync.Audio(source, store, config.announcements_dir)
-            audio.look()
+            audio = serversync.Audio(source, store, config.announcement_audio_dir)
             while (file := audio.next()) is not None and file.wait <= 0:
 
                 def steps(file: serversync.AudioFile = file) -> serversync.Steps[None]:
@@ -221,10 +222,10 @@ class Puller:
 
                 try:
                     serversync.drive(steps(), self.process)
-                except (serversync.AudioTrouble, serversync.NotNow) as trouble:
+                except (serversync.BadItem, serversync.NotNow) as trouble:
                     troubles.append(audio.failed(file, str(trouble)))
         return troubles
 
     def held(self) -> list[str]:
         """The sections that are held after one more pull."""
-        return [name for name, outcome in self().items() if outcome.held[0]]
+        return [name for name, section in self().items() if section.held]

@@ -133,7 +133,7 @@ def test_every_read_answers_with_what_the_agent_has_left(
     (name,) = bury(agent, frontend, backend, [{"id": "x", "title": "a rejected one"}])
     backend.enqueue()
     running = agent()
-    running.wait_sentence("sent 1 entry")
+    frontend.wait(lambda: len(frontend.store) == 1, what="the other one")
     _, web = start_admin(agent, runtime_dir=running.runtime_dir)
 
     page = web.ask("/")
@@ -148,6 +148,7 @@ def test_every_read_answers_with_what_the_agent_has_left(
     assert 'serversync_dead_letters{status="PENDING"} 1\n' in metrics.text
     status = web.ask("/api/v1/status").json
     assert (status["agent"]["state"], status["agent"]["pid"]) == ("running", running.pid)
+    assert status["host"] == socket.gethostname()
     assert status["database"] == {"ok": True, "error": None}
     assert status["dead_letters"]["PENDING"] == 1
     assert status["outbox"]["pending"] == 0
@@ -162,7 +163,8 @@ def test_every_read_answers_with_what_the_agent_has_left(
         "total_count": 1, "page": 1, "page_size": 20, "has_next": False
     }  # fmt: skip
     single = web.ask(f"/api/v1/dlq/messages/{name}").json
-    for message in (listed["messages"][0], single):
+    (newest,) = web.ask("/api/v1/dlq").json["open"]
+    for message in (listed["messages"][0], newest, single):
         assert message.keys() >= MESSAGE
         assert message["id"] == name
         assert message["payload"] == {"id": "x", "title": "a rejected one"}
@@ -267,7 +269,7 @@ def test_retry_wakes_the_running_agent(
     agent: AgentFactory, frontend: Frontend, backend: Backend
 ) -> None:
     (name,) = bury(agent, frontend, backend, [{"n": 1}])
-    agent().wait_sentence("idle")
+    agent().wait_sentence("needs you")
     frontend.poison.clear()
     _, web = start_admin(agent)
     assert web.post(f"/api/v1/dlq/messages/{name}/retry").status == 200
@@ -486,6 +488,17 @@ def test_tcp_answers_who_knows_the_token(agent: AgentFactory, outer: str, token:
     assert local.ask("/healthz").error == (503, "SYS_CONFIG")
     assert "SYNC_BATCH_SIZE" not in local.ask("/healthz").text + local.ask("/").text
     assert "SYNC_BATCH_SIZE" in process.log()
+    process.update_env(agent.env(SYNC_ADMIN_TOKEN_FILE=token))
+    wait_until(lambda: local.ask("/healthz").status == 401, what="the repaired configuration")
+    token.unlink()
+    wait_until(lambda: local.ask("/healthz").status == 503, what="the missing token")
+    assert "in the journal" in local.ask("/healthz").text
+
+    def is_said() -> bool:
+        local.ask("/healthz")  # read again at most once a second
+        return bool(process.lines(f"not configured: SYNC_ADMIN_TOKEN_FILE: cannot read {token}"))
+
+    wait_until(is_said, what="the reason in the journal")
     assert TOKEN not in process.log()
 
 
@@ -750,7 +763,7 @@ def test_ready_follows_the_agent_and_the_frontend(
     agent: AgentFactory, frontend: Frontend, backend: Backend
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     _, web = start_admin(agent, runtime_dir=running.runtime_dir)
     assert web.ask("/readyz").status == 200
     frontend.stop()
@@ -758,18 +771,18 @@ def test_ready_follows_the_agent_and_the_frontend(
 
     def outage() -> bool:
         got = web.ask("/readyz")
-        return got.status == 503 and "outage (entries)" in got.json["reasons"][0]
+        return got.status == 503 and "gets through since" in got.json["reasons"][0]
 
     wait_until(outage, what="the outage as a reason")
     # To whom its state file cannot be seen it is somebody else's: another machine's, perhaps.
     _, apart = start_admin(agent)
     got = apart.ask("/readyz")
-    assert (got.status, got.json["reasons"]) == (503, ["the agent is elsewhere"])
+    assert got.status == 503 and "not seen here" in got.json["reasons"][0]
     assert apart.ask("/api/v1/status").json["agent"]["state"] == "elsewhere"
     assert "serversync_up 0\n" in apart.ask("/metrics").text
     assert running.stop()[0] == 0
     got = web.ask("/readyz")
-    assert (got.status, got.json["reasons"]) == (503, ["the agent is stopped"])
+    assert got.status == 503 and "the agent is not running" in got.json["reasons"][0]
 
 
 def test_error_of_our_own_shows_no_details_and_is_logged(agent: AgentFactory, db: Database) -> None:
@@ -827,7 +840,7 @@ def test_slow_requests_end_in_time_and_the_agent_does_not_notice(
     agent: AgentFactory, frontend: Frontend, backend: Backend, hurry: Hurry
 ) -> None:
     hurry(REQUEST_SEC=1)
-    agent().wait_sentence("idle")
+    agent().wait_sentence("all delivered")
     process, web = start_admin(agent)
     slow = [web.connect() for _ in range(4)]
     stop = threading.Event()
@@ -887,6 +900,47 @@ def test_client_that_does_not_read_keeps_its_worker_for_seconds_only(
     for connection in stuck:
         with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
             read_answer(connection)
+    unharmed(process, web)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_hundreds_that_read_no_page_take_the_memory_of_a_few_and_hold_up_nobody(
+    agent: AgentFactory, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+    desk.bury(db, [{"text": "x" * 4000}] * 100)
+    process, web = start_admin(agent)
+    path = "/api/v1/dlq/schedule?page_size=100"
+    assert len(web.ask(path).body) > 400_000
+    before = process.rss_peak_kib()
+    with contextlib.ExitStack() as stack:
+        for _ in range(400):
+            connection = stack.enter_context(web.connect())
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        started = time.monotonic()
+        assert web.ask("/healthz").status == 200
+        assert len(web.ask(path).json["messages"]) == 100
+        assert time.monotonic() - started < 30
+        wait_until(lambda: sockets_of(process) < 350, 120, "the end of fifty of them")
+    assert process.rss_peak_kib() - before < 32 * 1024
+    unharmed(process, web)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_of_more_connections_than_there_is_room_for_the_oldest_goes_that_has_not_asked(
+    agent: AgentFactory,
+) -> None:
+    process, web = start_admin(agent)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(web.connect()) for _ in range(600)]
+        assert web.ask("/healthz").status == 200
+        silent[0].settimeout(2)  # well before its own deadline
+        assert silent[0].recv(1) == b""
+        silent[300].setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is there yet: that was no deadline
+            silent[300].recv(1)
+        silent[-1].sendall(HEAD + b"\r\n")
+        assert read_answer(silent[-1]).status == 200
     unharmed(process, web)
 
 

@@ -90,7 +90,7 @@ def test_ctrl_c_while_the_frontend_keeps_it_waiting_ends_the_doctor_without_a_ve
     doctor.signal(signal.SIGINT)
     assert doctor.wait(20) == 75
     assert_plain(doctor.log())
-    assert doctor.log().splitlines()[-1].startswith("ok       notify: ")
+    assert doctor.log().splitlines()[-1].startswith("skipped  notify: ")
 
 
 def test_a_full_disk_behind_the_output_is_one_sentence_and_an_exit_code(
@@ -113,13 +113,14 @@ def test_whatever_is_in_the_state_file_no_character_of_it_is_obeyed(
 ) -> None:
     hostile = f"\x1b]0;title\x07\x1b[32m\x9b2J{BIDI}\ud800\r\ndatabase     well"
     outage = STATE["outages"][0] | {"reason": hostile, "endpoint": hostile}
-    state = STATE | {"sentence": hostile, "outages": [outage]}
+    state = STATE | {"sentence": hostile, "outages": [outage], "told": [["busy", hostile]]}
     (tmp_path / "state.json").write_text(json.dumps(state))
     desk = Desk(agent)
     here: dict[str, Any] = {"RUNTIME_DIRECTORY": tmp_path}
     # Desk looks at every character of it.
     lines = desk("status", **here).stdout.splitlines()
-    assert sum("database     well" in line for line in lines) == 2
+    # What the agent told, and of the outage where and why.
+    assert sum(line.count("database     well") for line in lines) == 3
     assert not any(line.startswith("database     well") for line in lines)
     assert "title" in desk("doctor", code=1, **here).stdout
     view = desk.json("status", **here)
@@ -186,10 +187,10 @@ def test_a_connection_that_could_not_be_prepared_leaves_nothing_behind(
     with db.admin() as admin:
         admin.execute("REVOKE EXECUTE ON FUNCTION pg_catalog.set_config FROM public")
     settings = agent.env()
-    config = serversync.load_config(settings, settings)
+    config = serversync.load_config(settings)
 
     with pytest.raises(serversync.Unavailable, match="set_config"):
-        serversync.Desk(config, "tests")
+        serversync.Console(config, "tests")
 
     def timers() -> list[threading.Thread]:
         return [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
@@ -285,7 +286,7 @@ def with_change(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 def alone() -> serversync.Config:
     """A configuration that leads to no database."""
     settings = agent_env(None, None, None, DATABASE_URL=NO_SERVER, FRONTEND_BASE_URL="http://x")
-    return serversync.load_config(settings, settings)
+    return serversync.load_config(settings)
 
 
 def test_a_state_file_of_another_version_is_shown_as_far_as_it_goes(

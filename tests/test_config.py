@@ -4,9 +4,10 @@ import ctypes
 import glob
 import os
 import re
+import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, NotifySocket, run_once
 from backend import Backend
+from chance import examples
 from frontend import Frontend, Reply, Request
 from ledger import entity_of
+from machine import in_mounts, needs_root
 from pg import Database
 from serversync import OPTIONS, Config, ConfigError, load_config, parse_env_file
 from waiting import wait_until
@@ -33,13 +36,13 @@ TOKEN = "Tk-4711.correct~horse+battery/staple="
 PASSWORD = "s3cr3t-hunter2-Pa55"
 
 
-def load(settings: dict[str, str], **environ: str) -> Config:
-    return load_config(REQUIRED | settings, environ)
+def load(settings: dict[str, str]) -> Config:
+    return load_config(REQUIRED | settings)
 
 
-def problems(settings: dict[str, str], **environ: str) -> list[str]:
+def problems(settings: dict[str, str]) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        load(settings, **environ)
+        load(settings)
     return error.value.problems
 
 
@@ -76,6 +79,7 @@ def env_file(tmp_path: Path) -> Path:
 # What DESIGN.md's table says of each key: its default, values that are good and what they mean,
 # and values that are refused.
 ABSOLUTE = ["storage", "./x", "~/x", "C:\\x", "file:///x"]
+NO_PATH = ["~/x", "~voicebot/x", "C:\\x", "file:///x"]
 EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     "DATABASE_URL": (
         None,
@@ -146,7 +150,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     "SYNC_RECORDINGS_DIR": (
         "/opt/virtual-voicebot/storage/recordings",
         [("/srv/a b/é", "/srv/a b/é"), ("/", "/")],
-        ABSOLUTE,
+        NO_PATH,
     ),
     "SYNC_FILE_GRACE_SEC": (300, [("0", 0), ("1.5", 1.5)], ["-1", "86401", "five"]),
     "SYNC_DELETE_AFTER_SEC": (60, [("0", 0), ("86400", 86400)], ["-1", "86401", "now"]),
@@ -174,6 +178,11 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
         ],
     ),
     "SYNC_RETENTION_DAYS": (30, [("0", 0), ("0.5", 0.5), ("365", 365)], ["-1", "36501", "30d"]),
+    "SYNC_RETENTION_KEEP": (
+        "",
+        [("order", ["order"]), ("order, payment call_log", ["order", "payment", "call_log"])],
+        ["order;payment", ",order", "*"],
+    ),
     "SYNC_TOKEN_FILE": ("", [], ABSOLUTE),
     "SYNC_TOKEN": ("", [(TOKEN, TOKEN), (f" {TOKEN} ", TOKEN)], ["a b", "a\tb", "a\nb", "tökèn"]),
     "SYNC_ADMIN_TOKEN_FILE": ("", [("/etc/token", "/etc/token")], ABSOLUTE),
@@ -192,10 +201,14 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     ),
     "FRONTEND_SYNC_INTERVAL_SEC": (60, [("0", 0), ("3600", 3600)], ["-1", "off", "86401"]),
     "SYNC_LOCAL_NUMBERS": ("keep", [("replace", "replace")], ["delete", "KEEP", "1"]),
-    "SYNC_ANNOUNCEMENTS_DIR": (
+    "SYNC_ROUTE_<TYPE>": ("", [], []),  # see test_routes.py
+    "SYNC_ROUTE_<TYPE>_TOKEN_FILE": ("", [], []),
+    "NOTIFICATION_QUEUE_FILE": ("", [("/srv/p.jsonl", "/srv/p.jsonl")], NO_PATH),
+    "SYNC_NOTIFY_MAX_AGE_SEC": (120, [("0", 0), ("86400", 86400)], ["-1", "86401", "2 min"]),
+    "ANNOUNCEMENT_AUDIO_DIR": (
         "/opt/virtual-voicebot/data/announcements",
         [("/srv/a", "/srv/a")],
-        ABSOLUTE,
+        NO_PATH,
     ),
 }
 FIELDS = {name: option.name for name, option in OPTIONS.items()}
@@ -266,7 +279,7 @@ def test_the_bounds_that_a_refusal_names_are_the_bounds(key: str) -> None:
 @pytest.mark.parametrize("key", sorted(REQUIRED))
 def test_a_required_key_that_is_missing_is_named_with_what_it_is(key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config({k: v for k, v in REQUIRED.items() if k != key}, {})
+        load_config({k: v for k, v in REQUIRED.items() if k != key})
     (problem,) = error.value.problems
     assert problem.startswith(f"{key} is required: ")
     assert "URL" in problem
@@ -293,6 +306,53 @@ def test_an_unknown_key_like_no_other_points_to_the_help() -> None:
     assert "--help" in problem
 
 
+def test_a_parameter_of_another_library_in_the_database_s_url_is_named() -> None:
+    (problem,) = problems({"DATABASE_URL": "postgresql://h/d?statement-cache-capacity=50"})
+    assert problem.endswith("; libpq has no parameter statement-cache-capacity")
+
+
+@pytest.mark.parametrize("url", ["postgresql://u:p@a?hunter=2@h/d", "postgresql:///d?hunter=@"])
+def test_what_may_be_a_piece_of_a_password_is_not_named(url: str) -> None:
+    (problem,) = problems({"DATABASE_URL": url})
+    assert "hunter" not in problem
+
+
+def test_a_name_of_the_first_edition_works_and_the_author_s_own_wins(env_file: Path) -> None:
+    first, his = {"SYNC_ANNOUNCEMENTS_DIR": "/srv/a"}, {"ANNOUNCEMENT_AUDIO_DIR": "/srv/b"}
+    for named, found in ((first, "/srv/a"), (his, "/srv/b"), (his | first, "/srv/b")):
+        read = serversync.read_env_file(str(env_file), named)
+        assert load_config(read).announcement_audio_dir == found
+
+
+def test_relative_paths_are_meant_from_the_working_directory(tmp_path: Path) -> None:
+    given = {"SYNC_RECORDINGS_DIR": "./rec", "ANNOUNCEMENT_AUDIO_DIR": "data/announcements"}
+    config = load_config(REQUIRED | given, lambda: str(tmp_path))
+    assert Path(config.recordings_dir) == tmp_path / "rec"
+    assert config.announcement_audio_dir == f"{tmp_path}/data/announcements"
+
+
+def test_in_a_backend_s_own_directory_the_defaults_are_its_directories(tmp_path: Path) -> None:
+    (tmp_path / "storage" / "recordings").mkdir(parents=True)
+    config = load_config(REQUIRED, lambda: str(tmp_path))
+    assert config.recordings_dir == f"{tmp_path}/storage/recordings"
+    assert config.announcement_audio_dir == "/opt/virtual-voicebot/data/announcements"
+
+
+def test_what_is_only_the_author_s_own_is_said_at_the_start_and_by_doctor(
+    agent: AgentFactory, env_file: Path
+) -> None:
+    env_file.write_text("LOG_LEVEL=debug\nRUST_LOG=info\nLOG_DIR=\nVOICEBOT_PORT=5060\n")
+    his = {k: v for k, v in agent.env().items() if not k.startswith("SYNC_LOG")}
+    with env_file.open("a") as file:
+        file.write("".join(f"{key}={value}\n" for key, value in his.items()))
+    running = agent(args=("--env-file", str(env_file), "run"))
+    assert "LOG_LEVEL, RUST_LOG: not used by" in running.wait_log("not used")
+    shown = run("doctor", "--env-file", str(env_file)).stdout
+    assert "not used by serversync: LOG_LEVEL, RUST_LOG (" in shown
+    assert "LOG_DIR" not in running.log()
+    assert "VOICEBOT_PORT" not in running.log() + shown
+
+
 def test_a_foreign_variable_is_none_of_our_business() -> None:
     assert load({"PGPASSWORD": "x", "LANG": "C", "VOICEBOT_SYNC_X": "1"})
 
@@ -310,7 +370,7 @@ def test_the_device_id_is_derived_and_stable_and_not_the_machine_id() -> None:
 
 
 def test_every_key_that_is_wrong_is_told_at_once_each_on_a_line_and_the_code_is_78() -> None:
-    wrong = {key: bad[0] for key, (_, _, bad) in EXPECTED.items() if key != "SYNC_TOKEN"}
+    wrong = {key: bad[0] for key, (_, _, bad) in EXPECTED.items() if bad and key != "SYNC_TOKEN"}
     wrong |= {"SYNC_BATCHSIZE": "5", "SYNC_NONSENSE_AT_ALL": "5"}
     done = run("once", environ=wrong)
     assert (done.returncode, done.stdout) == (78, "")
@@ -483,7 +543,7 @@ LINES = st.tuples(
 ).map("".join)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(LINES, max_size=4).map("".join))
 def test_the_env_file_is_read_as_systemd_itself_reads_it(text: str) -> None:
     assert parse_env_file(text) == read_by_systemd(systemd_library(), text)
@@ -602,46 +662,20 @@ def test_the_file_alone_is_enough(env_file: Path) -> None:
 
 
 @pytest.fixture
-def credentials(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    def write(text: str) -> dict[str, str]:
-        (tmp_path / "token").write_text(text)
-        return {"CREDENTIALS_DIRECTORY": str(tmp_path)}
-
-    return write
-
-
-@pytest.fixture
 def token_file(tmp_path: Path) -> Path:
     path = tmp_path / "token-file"
     path.write_text("from-file\n")
     return path
 
 
-def test_the_credential_wins_then_the_file_then_the_variable(
-    credentials: Callable[[str], dict[str, str]], token_file: Path
-) -> None:
+def test_the_file_wins_where_it_is_not_empty_and_then_the_variable(token_file: Path) -> None:
     variable = {"SYNC_TOKEN": "from-variable"}
     both = variable | {"SYNC_TOKEN_FILE": str(token_file)}
     assert load({}).token == ""
     assert load(variable).token == "from-variable"
     assert load(both).token == "from-file"
-    assert load(both, **credentials("from-credential\n")).token == "from-credential"
-    assert load({}, **credentials("from-credential")).token == "from-credential"
-
-
-@pytest.mark.parametrize("empty", ["", "\n", " \n\n"])
-def test_an_empty_credential_falls_through(
-    credentials: Callable[[str], dict[str, str]], token_file: Path, empty: str
-) -> None:
-    environ = credentials(empty)
-    assert load({"SYNC_TOKEN_FILE": str(token_file)}, **environ).token == "from-file"
-    assert load({"SYNC_TOKEN": "from-variable"}, **environ).token == "from-variable"
-    assert load({}, **environ).token == ""
-
-
-def test_a_credentials_directory_without_a_token_is_fine(tmp_path: Path) -> None:
-    config = load({"SYNC_TOKEN": "from-variable"}, CREDENTIALS_DIRECTORY=str(tmp_path))
-    assert config.token == "from-variable"
+    token_file.write_text(" \n\n")
+    assert load(both).token == "from-variable"
 
 
 @pytest.mark.parametrize(
@@ -660,6 +694,57 @@ def test_a_token_file_that_is_missing_is_told_by_its_path() -> None:
     (problem,) = problems({"SYNC_TOKEN_FILE": "/nonexistent/there"})
     assert "SYNC_TOKEN_FILE" in problem
     assert "/nonexistent/there (No such file" in problem
+
+
+@pytest.fixture
+def usual_token(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    """A file that is /etc/serversync.token for what has the prefix."""
+    etc = tmp_path / "etc"
+    shutil.copytree("/etc", etc, symlinks=True)
+    return etc / "serversync.token", in_mounts(f"mount --bind {etc} /etc")
+
+
+@needs_root
+def test_the_usual_token_file_counts_for_the_service_and_for_a_typed_command_alike(
+    usual_token: tuple[Path, tuple[str, ...]],
+    agent: AgentFactory,
+    backend: Backend,
+    frontend: Frontend,
+) -> None:
+    frontend.require_token = "first"
+    path, prefix = usual_token
+    path.write_text("first\n")
+    path.chmod(0o600)
+    running = agent(prefix=prefix)
+    seq = backend.enqueue()
+    frontend.wait(lambda: seq in frontend.seqs(), what="an entry of the service's")
+    running.stop()
+    seq = backend.enqueue()
+    assert run_once(agent.env(), prefix=prefix).returncode == 0
+    assert seq in frontend.seqs()
+    # A key names another one, which must be there.
+    missing = run_once(agent.env(SYNC_TOKEN_FILE=path.parent / "missing"), prefix=prefix)
+    assert missing.returncode == 78 and "missing (No such file" in missing.stderr
+
+
+@needs_root
+def test_a_reload_reads_the_usual_token_file_anew_also_where_there_was_none(
+    usual_token: tuple[Path, tuple[str, ...]],
+    db: Database,
+    agent: AgentFactory,
+    backend: Backend,
+    frontend: Frontend,
+) -> None:
+    frontend.require_token = "first"
+    path, prefix = usual_token
+    running = agent(prefix=prefix)
+    for token in ("first", "second"):
+        frontend.require_token = token
+        seq = backend.enqueue()
+        running.wait_log(f"entry {seq} (schedule) is retried")
+        path.write_text(token)
+        running.hup()
+        wait_until(lambda: db.pending() == [], what="its delivery", state=running.log)
 
 
 # --- TLS ------------------------------------------------------------------------------------------

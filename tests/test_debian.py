@@ -13,6 +13,7 @@ import pytest
 
 import serversync
 from agent import REPOSITORY
+from machine import in_mounts, needs_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -146,14 +147,19 @@ def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path
         f"{doc}/examples/serversync.env",
         f"{doc}/examples/serversync.json",
         f"{doc}/examples/serversync.rules.yml",
+        "usr/share/man/man5/serversync.env.5.gz",
+        "usr/share/man/man7/serversync-admin.7.gz",
+        "usr/share/man/man7/serversync-trouble.7.gz",
         "usr/share/man/man8/serversync.8.gz",
         "usr/share/python3/runtime.d/serversync.rtupdate",  # compiles it for a newer Python
         "usr/share/serversync/serversync.py",
     }
+    for page in ("serversync", "serversync.env", "serversync-trouble", "serversync-admin"):
+        assert run("man", "-M", tree / "usr/share/man", "-w", page).strip().endswith(".gz")
     assert (tree / "DEBIAN" / "conffiles").read_text() == "/etc/serversync.env\n"
     assert run("dpkg-deb", "-f", deb, "Architecture").strip() == "all"
     # Only the launcher is parsed at each start; the program is compiled once, by the target.
-    assert len((tree / "usr/bin/serversync").read_text().splitlines()) < 10
+    assert len((tree / "usr/bin/serversync").read_text().splitlines()) <= 10
     assert "py3compile -p serversync" in (tree / "DEBIAN" / "postinst").read_text()
 
 
@@ -177,7 +183,7 @@ def test_the_configuration_is_the_tree_s_and_the_full_sample_has_every_key(tree:
     assert serversync.parse_env_file(conffile) == {}
 
     sample = (tree / "usr/share/doc/serversync/examples/serversync.env").read_text()
-    shown = dict(re.findall(r"^#([A-Z_]+)=(.*)$", sample, re.M))
+    shown = dict(re.findall(r"^#([A-Z_<>]+)=(.*)$", sample, re.M))
     options = serversync.OPTIONS.items()
     assert shown == {name: option.metadata["default"] or "" for name, option in options}
     assert serversync.parse_env_file(sample) == {}
@@ -194,8 +200,7 @@ def test_the_service_s_unit_is_as_the_design_wants_it(tree: Path) -> None:
         "Environment": '"RES_OPTIONS=timeout:2 attempts:1"',
         "User": "serversync",
         "ReadWritePaths": "-/opt/virtual-voicebot",
-        "LoadCredential": "token:/etc/serversync.token",
-        "SetCredential": "token:\\n",
+        "ExecStartPre": "-+/usr/bin/systemd-tmpfiles --create serversync.conf",
         "RuntimeDirectory": "serversync",
         "RuntimeDirectoryPreserve": "yes",
     }
@@ -244,6 +249,23 @@ def test_the_admin_interface_is_shipped_disabled_and_may_write_nothing(tree: Pat
     for key, value in agent.items():
         if key.startswith(("Protect", "Private", "SystemCall", "Memory", "Capability")):
             assert service.get(key) == value, key
+
+
+@needs_root
+def test_a_library_that_is_not_there_yet_is_one_sentence_and_no_traceback() -> None:
+    """apt starts the service before ld knows libpq; systemd tries it again."""
+    hidden = in_mounts(
+        "mount -t tmpfs none /usr/share && mkdir /usr/share/serversync\n"
+        f"mount --bind {REPOSITORY} /usr/share/serversync\n"
+        "for each in /usr/lib/python3/dist-packages/psycopg*; do\n"
+        '    [ ! -d "$each" ] || mount -t tmpfs none "$each"\n'
+        "done"
+    )
+    words = [*hidden, str(DEBIAN / "bin/serversync"), "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("serversync cannot start: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", ["postinst", "prerm", "postrm"])

@@ -1,5 +1,6 @@
 """`serversync dlq`: what is shown of the dead letters, and what may be done with them."""
 
+import contextlib
 import json
 import shlex
 import uuid
@@ -116,7 +117,7 @@ def test_a_retry_wakes_an_agent_that_would_not_look_for_an_hour(
     desk: Desk, letter: Letter, agent: AgentFactory, frontend: Frontend, db: Database
 ) -> None:
     running = agent(SYNC_POLL_INTERVAL_SEC=3600)
-    running.wait_sentence("idle")
+    running.wait_sentence("1 dead letter needs you")
     desk("dlq", "retry", letter.id)
     frontend.wait(lambda: letter.seq in frontend.seqs(), what="the retried entry")
     wait_until(lambda: state_of(db, letter.id)[0] == "RESOLVED", what="the end of the letter")
@@ -179,6 +180,23 @@ def test_eight_people_retry_a_letter_at_once_and_one_of_them_does(
         done = [each.result() for each in ends]
     assert sorted(each.returncode for each in done) == [0] + [1] * 7
     assert state_of(db, letter.id) == ("RETRYING", 0) and db.pending() == [letter.seq]
+
+
+def test_six_people_retry_all_beside_the_agent_and_each_entry_goes_once(
+    schema: None, agent: AgentFactory, frontend: Frontend, db: Database
+) -> None:
+    agent().wait_sentence("all delivered")
+    db.execute(BURIED_MANY, {"count": 300, "status": "PENDING"})
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(6) as people:
+        typists = [stack.enter_context(contextlib.closing(Typist(agent))) for _ in range(6)]
+        for each in typists:
+            each("dlq", "list")  # it has started
+        ends = [people.submit(each.json, "dlq", "retry-all", code=None) for each in typists]
+        done = [each.result() for each in ends]
+    assert sum(each["retried"] for each in done) == 300
+    resolved = "SELECT count(*) FROM serversync.dead_letters WHERE status = 'RESOLVED'"
+    wait_until(lambda: db.value(resolved) == 300, 60, "all of them")
+    assert len(frontend.seqs()) == len({*frontend.seqs()}) == 300 and not db.pending()
 
 
 # -- what has been overtaken ----------------------------------------------------------------------
@@ -361,7 +379,13 @@ def test_retry_all_takes_one_topic_where_it_is_named_and_goes_on_beyond_a_chunk(
     again = typist.json("dlq", "retry-all")
     assert (again["retried"], again["refused"]) == (2000, 0)
     assert len(db.pending()) == 3000
-    assert typist("dlq", "retry-all", "no_such_topic").stdout == "0 entries back in the queue\n"
+    for line in (("retry-all",), ("list",), ("list", "--json")):
+        unknown = typist("dlq", line[0], "no_such_topic", *line[1:], code=1)
+        assert unknown.stdout == ""
+        assert "of: call_log, recording, schedule" in unknown.stderr
+    # One that has entries, and no dead letter.
+    db.execute("DELETE FROM serversync.dead_letters WHERE original_topic = 'call_log'")
+    assert typist("dlq", "list", "call_log").stdout == "no dead letters\n"
 
 
 # -- deleting -------------------------------------------------------------------------------------
@@ -413,14 +437,72 @@ def test_the_list_shows_each_letter_once_on_its_pages_newest_first(
     assert pages[0]["messages"][0]["payload"] == {"n": 5}
     of_topic = typist.json("dlq", "list", "schedule")
     assert [each["id"] for each in of_topic["messages"]] == ids[1:]
-    assert typist.json("dlq", "list", "no_such_topic")["messages"] == []
 
     shown = typist("dlq", "list").stdout.splitlines()
-    assert [line.split()[0] for line in shown] == ["ID", *ids]
-    assert [line.split()[1:5] for line in shown[1:3]] == [
-        ["call_log", "PENDING", "0", "BAD_REQUEST"],
-        ["schedule", "PENDING", "0", "BAD_REQUEST"],
+    assert [line.split()[0] for line in shown] == ["ID", *(each[:8] for each in ids)]
+    assert [line.split()[1:6] for line in shown[1:3]] == [
+        ["6", "call_log", "PENDING", "0", "BAD_REQUEST"],
+        ["5", "schedule", "PENDING", "0", "BAD_REQUEST"],
     ]
+
+
+def test_resolved_letters_are_listed_only_with_all(
+    typist: Typist, schema: None, db: Database
+) -> None:
+    first, second = bury(db, [{"n": 1}, {"n": 2}])
+    db.execute("UPDATE serversync.dead_letters SET status = 'RESOLVED' WHERE id = %s", (second,))
+    page = typist.json("dlq", "list")
+    assert [each["id"] for each in page["messages"]] == [first]
+    assert page["pagination"]["total_count"] == 1
+    assert second[:8] not in typist("dlq", "list").stdout
+    page = typist.json("dlq", "list", "--all")
+    assert [each["id"] for each in page["messages"]] == [second, first]
+    assert page["pagination"]["total_count"] == 2
+
+
+def test_many_letters_are_counted_by_their_code_before_the_newest_are_shown(
+    typist: Typist, schema: None, db: Database
+) -> None:
+    db.execute(BURIED_MANY, {"count": 60, "status": "PENDING"})
+    db.execute("UPDATE serversync.dead_letters SET error_code = 'REJECTED' WHERE outbox_id < 10")
+    groups, newest = typist("dlq", "list").stdout.split("\n\n")
+    rows = [line.split()[:3] for line in groups.splitlines()]
+    assert rows[0] == ["CODE", "TOPIC", "LETTERS"]
+    assert sum(int(number) for _, _, number in rows[1:]) == 60
+    assert ["BAD_REQUEST", "call_log", "17"] in rows and ["REJECTED", "call_log", "3"] in rows
+    assert len(newest.splitlines()) == 1 + 20 + 1
+    assert "LETTERS" not in typist("dlq", "list", "--page", "2").stdout
+
+
+def test_a_letter_is_named_by_its_seq_or_by_the_beginning_of_its_id(
+    typist: Typist, schema: None, db: Database
+) -> None:
+    ids = bury(db, [{"n": n} for n in range(4)])
+    rename = "UPDATE serversync.dead_letters SET id = %s WHERE id = %s"
+    alike = [f"0003abcd-0000-4000-8000-00000000000{n}" for n in range(2)]
+    for new, old in zip(alike, ids, strict=False):
+        db.execute(rename, (new, old))
+    for name in ("3", ids[2][:8], ids[2].upper(), ids[2][:4]):
+        assert typist.json("dlq", "show", name)["id"] == ids[2], name
+    assert [each["id"] for each in typist.json("dlq", "retry", "1", ids[3][:9])] == [
+        alike[0],
+        ids[3],
+    ]
+    # What may be two says which, and nothing is done.
+    unclear = typist("dlq", "delete", "0003AB", "--yes", code=1).stdout
+    assert all(f"{each} (seq {seq})" in unclear for seq, each in enumerate(alike, 1))
+    assert len(dead_letters(db)) == 4
+    # Three characters are a seq, or nothing.
+    assert "no dead letter 000" in typist("dlq", "show", "000", code=1).stderr
+
+
+def test_how_many_attempts_were_charged_is_said_in_words(
+    typist: Typist, letter: Letter, db: Database
+) -> None:
+    assert "none charged: it was given up at once" in typist("dlq", "show", letter.id).stdout
+    db.execute("UPDATE serversync.dead_letters SET attempts = 8")
+    assert "8 charged; what failed while" in typist("dlq", "show", letter.id).stdout
+    assert typist.json("dlq", "show", letter.id)["attempts"] == 8
 
 
 def test_times_in_the_list_are_those_of_the_machine_and_replay_reads_them_so(
@@ -429,7 +511,7 @@ def test_times_in_the_list_are_those_of_the_machine_and_replay_reads_them_so(
     tokyo: dict[str, Any] = {"TZ": "Asia/Tokyo"}
     at = desk.json("dlq", "show", letter.id)["created_at"]
     line = desk("dlq", "list", **tokyo).stdout.splitlines()[1]
-    since = line.split()[5]
+    since = line.split()[6]
     assert since == str(datetime.fromisoformat(at).astimezone(TOKYO))[:19].replace(" ", "T")
     db.execute("UPDATE sync_outbox SET created_at = %s", (at,))
     assert desk.json("replay", "--since", since, **tokyo)["letter"] == 1
@@ -443,7 +525,7 @@ def test_the_line_for_the_next_page_can_be_pasted(desk: Desk, schema: None, db: 
     assert "5 in all" in first
     line = first.splitlines()[-1].partition("serversync ")[2]
     second = desk(*shlex.split(line)).stdout
-    assert [text.split()[0] for text in second.splitlines()[1:3]] == [ids[2], ids[1]]
+    assert [text.split()[0] for text in second.splitlines()[1:3]] == [ids[2][:8], ids[1][:8]]
 
 
 def test_a_page_behind_the_last_one_does_not_say_that_there_are_no_letters(
@@ -594,6 +676,8 @@ def test_hostile_text_never_reaches_the_terminal(
     typist("dlq", "list", hostile, "--page-size", "1")
     assert "日本" in typist("dlq", "show", letter).stdout
     assert typist.json("dlq", "show", letter)["original_topic"].startswith("\x1b[2J")
+    (text,) = bury(db, [json.dumps(f"text{hostile}")])
+    assert r"text\u001b[2J\u009b31m\r\n\u0007\u2028 ä日本" in typist("dlq", "show", text).stdout
     typist("dlq", "retry", hostile, code=None)
     typist("dlq", "retry", letter)
     typist("status", code=None)
@@ -622,7 +706,7 @@ def test_an_argument_that_is_no_text_is_refused_in_words(
     agent: AgentFactory, schema: None, backend: Backend
 ) -> None:
     for args in (["list", b"\xff"], ["retry-all", b"\xff"], ["show", b"\xff"]):
-        odd = agent(args=["dlq", *args])  # type: ignore[list-item]
+        odd = agent(args=["dlq", *args])
         assert odd.wait(60) in (0, 1, 2)
         assert "Traceback" not in odd.log()
 

@@ -1,14 +1,14 @@
-"""What README.md, the man page, the sample configuration and --help say is what is done."""
+"""What README.md, the manual, the sample configuration and --help say is what is done."""
 
 import ast
 import re
 import shlex
 import subprocess
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +25,11 @@ from waiting import wait_until
 README = (REPOSITORY / "README.md").read_text()
 CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text()
 SAMPLE = REPOSITORY / "etc" / "serversync.env"
-MAN_PAGE = REPOSITORY / "packaging" / "debian" / "serversync.8"
+SOURCES = REPOSITORY / "packaging" / "debian" / "man"
+PAGES = {path.stem: path.read_text() for path in SOURCES.glob("*.md")}
+MANUAL, KEYS = PAGES["serversync.8"], PAGES["serversync.env.5"]
+TROUBLE, ADMIN = PAGES["serversync-trouble.7"], PAGES["serversync-admin.7"]
+DOCUMENTS = {"README": README, **PAGES}
 
 # --- the program --------------------------------------------------------------------------------
 
@@ -48,8 +52,9 @@ def program_texts() -> list[str]:
 
 
 def is_said(words: str) -> bool:
-    """Whether each piece of a message (`…` stands for what varies) is a text of the program."""
-    pieces = [piece.strip(" :") for piece in words.split("…") if len(piece.strip(" :")) > 2]
+    """Whether each piece of a message (`...` stands for what varies) is a text of the program."""
+    pieces = [piece.strip(" :()") for piece in re.split(r"\.\.\.|…", words)]
+    pieces = [piece for piece in pieces if len(piece) > 2]
     return bool(pieces) and all(any(piece in text for text in program_texts()) for piece in pieces)
 
 
@@ -83,60 +88,41 @@ def settings() -> list[tuple[str, str, str]]:
 
 
 EXIT_CODES = {value for name, value in vars(serversync).items() if name.startswith("EX_")}
-CHECKS = [check.__name__.replace("_", " ") for check in serversync.CHECKS]
+CHECKS = [*serversync.CHECKS]
 ROUTES = sorted(
     f"{method} {pattern.replace('([^/]+)', '{}')}"
     for pattern, methods in serversync.ROUTES.items()
     for method in methods
 )
 
-
-def route_shown(text: str) -> str:
-    return re.sub(r"\{\w+\}", "{}", text)
+# --- Markdown -----------------------------------------------------------------------------------
 
 
-# --- the README ---------------------------------------------------------------------------------
-
-
-def section(title: str) -> str:
-    """The text under a heading of the second or third level."""
-    heading = re.search(rf"^(##+) {re.escape(title)}$", README, re.M)
-    assert heading, f"README has no section {title!r}"
-    rest = README[heading.end() :]
-    following = re.search(rf"^#{{2,{len(heading[1])}}} ", rest, re.M)
+def section(title: str, text: str = README) -> str:
+    """The text under a heading."""
+    heading = re.search(rf"^(#+) {re.escape(title)}$", text, re.M)
+    assert heading, f"there is no section {title!r}"
+    rest = text[heading.end() :]
+    following = re.search(rf"^#{{1,{len(heading[1])}}} ", rest, re.M)
     return rest[: following.start()] if following else rest
 
 
-def table_rows(text: str, first: str) -> list[list[str]]:
-    """The cells of the table whose first heading is `first`."""
-    lines = iter(text.splitlines())
-    for line in lines:
-        if line.startswith(f"| {first} |"):
-            break
-    else:
-        raise AssertionError(f"no table {first!r}")
-    next(lines)  # |---|---|
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+def headings(text: str) -> list[tuple[str, str]]:
+    """Those of the second level, each with what stands below it."""
+    parts = re.split(r"^(#+) (.*)$", text, flags=re.M)[1:]
+    rows = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return [(title, body) for level, title, body in rows if level == "##"]
 
 
 def first_cells(text: str, first: str) -> list[str]:
-    return [row[0].strip("`") for row in table_rows(text, first)]
+    """Of the table whose first heading is `first`."""
+    table = text.partition(f"| {first} |")[2].partition("\n\n")[0]
+    assert table, f"there is no table {first!r}"
+    return [line.strip("|").split("|")[0].strip() for line in table.splitlines()[2:]]
 
 
 def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
-
-
-def sql_statements(text: str) -> list[str]:
-    """Those of all SQL blocks."""
-    blocks = re.findall(r"^```sql\n(.*?)^```$", text, re.M | re.S)
-    plain = (re.sub(r"--.*", "", block) for block in blocks)
-    return [s.strip() for block in plain for s in block.split(";\n") if s.strip()]
 
 
 def sessions(text: str) -> list[tuple[str, str]]:
@@ -145,74 +131,87 @@ def sessions(text: str) -> list[tuple[str, str]]:
     return [(command, re.sub("^    ", "", said, flags=re.M).strip("\n")) for command, said in shown]
 
 
-# --- the man page -------------------------------------------------------------------------------
+# --- the documents as a whole -------------------------------------------------------------------
 
 
-def man_lines() -> Iterator[str]:
-    """Its source, without what is only about fonts and spaces."""
-    source = MAN_PAGE.read_text().replace("\\\n", "")
-    plain = re.sub(r"\\f.|\\&", "", source).replace("\\-", "-").replace("\\(aq", "'")
-    for line in plain.splitlines():
-        font = re.match(r"\.([BIR]{1,2}) (.*)", line)
-        if font:
-            words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', font[2])]
-            line = (" " if len(font[1]) == 1 else "").join(words)
-        yield line
+def test_the_readme_is_for_five_minutes_and_leads_to_every_page() -> None:
+    assert len(README.splitlines()) <= 350
+    assert len(section("日本語").splitlines()) <= 40
+    for page in PAGES:
+        name, _, number = page.rpartition(".")
+        link = f"[{name}({number})]({SOURCES.relative_to(REPOSITORY)}/{page}.md)"
+        assert link in section("The manual")
 
 
-@cache
-def man_sections() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in man_lines():
-        if line.startswith(".SH "):
-            lines = found[line.removeprefix(".SH ")] = []
-        else:
-            lines.append(line)
-    return found
+def test_nothing_stands_twice() -> None:
+    found: Counter[str] = Counter()
+    for text in DOCUMENTS.values():
+        plain = re.sub(r"^( {4}|\||<!--).*$", "\n", text, flags=re.M)
+        sentences = re.split(r"(?<=[.:])\s+|\n\s*\n", plain)
+        found.update(" ".join(each.split()) for each in sentences)
+
+    assert [words for words, times in found.items() if times > 1 and len(words) > 60] == []
 
 
-def man_terms(title: str) -> dict[str, str]:
-    """What a section explains: each term with its explanation."""
-    found: dict[str, str] = {}
-    text = "\n".join(man_sections()[title])
-    for item in re.split(r"^\.TP\n", text, flags=re.M)[1:]:
-        term, _, rest = item.partition("\n")
-        found[term] = " ".join(re.split(r"^\.", rest, flags=re.M)[0].split())
-    return found
+def test_every_page_is_made_without_a_warning(tmp_path: Path) -> None:
+    subprocess.run([SOURCES / "make", tmp_path], check=True)
+
+    assert {path.name for path in tmp_path.iterdir()} == {*PAGES}
+    assert len(PAGES) == 4
+    for page in PAGES:
+        for command in (
+            ["man", "--warnings", "-l"],
+            ["mandoc", "-Tlint", "-Wwarning"],
+            ["lexgrog"],
+        ):
+            words = [*command, str(tmp_path / page)]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        assert f'"serversync {serversync.__version__}"' in (tmp_path / page).read_text()
+        assert "<!--" not in (tmp_path / page).read_text()
 
 
-MAN_TITLES = [
-    *("NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "COMMANDS", "CONFIGURATION"),
-    *("ADMIN INTERFACE", "SIGNALS", "FILES", "EXIT STATUS", "EXAMPLES", "SEE ALSO"),
-]
+def test_paths_in_the_documents_exist() -> None:
+    text = "".join(DOCUMENTS.values())
+    paths = set(re.findall(r"(?<![/\w])(?:packaging|tests|etc)/[\w./-]*\w", text))
+
+    assert {"packaging/try", "tests/run", "etc/serversync.env"} <= paths
+    assert {
+        "packaging/prometheus/serversync.rules.yml",
+        "packaging/grafana/serversync.json",
+    } <= paths
+    for path in paths:
+        assert (REPOSITORY / path).exists(), path
 
 
-def test_the_man_page_is_complete_and_well_formed() -> None:
-    lint = subprocess.run(["mandoc", "-Tlint", MAN_PAGE], capture_output=True, text=True)
+def test_the_japanese_section_and_the_others_have_the_same_commands_and_messages() -> None:
+    japanese = section("日本語")
 
-    assert (lint.returncode, lint.stdout, lint.stderr) == (0, "", "")
-    assert list(man_sections()) == MAN_TITLES
-    assert f'"serversync {serversync.__version__}"' in MAN_PAGE.read_text()
+    typed = re.findall(r"^    (\$ .*)$", japanese, re.M)
+    assert len(typed) == 6
+    assert typed == re.findall(r"^    (\$ .*)$", section("Install on a Pi"), re.M)
+    for words in ("outage, nothing is lost", "recovered after", "given up: it is in serversync"):
+        assert words in japanese
+        assert is_said(words)
 
 
 # --- configuration ------------------------------------------------------------------------------
 
 
-def test_the_configuration_table_is_the_option_table() -> None:
-    rows = table_rows(section("Configuration"), "Key")
+def test_the_manual_has_every_key_with_its_default_and_what_is_allowed() -> None:
+    shown = {title.strip("`"): " ".join(body.split()) for title, body in headings(KEYS)}
 
-    plain = ("required", "not set")
-    assert [tuple(row) for row in rows] == [
-        (f"`{name}`", shown if shown in plain else f"`{shown}`", text)
-        for name, shown, text in settings()
-    ]
-
-
-def test_the_man_page_tells_every_option_with_its_default() -> None:
-    wanted = {f"{name} [{shown}]": text for name, shown, text in settings()}
-
-    assert list(man_terms("CONFIGURATION").items()) == list(wanted.items())
+    assert {*shown} == {*serversync.OPTIONS}
+    assert {f"`{former}`" for former in serversync.FORMER} <= {*re.findall(r"`\w+`", KEYS)}
+    for name, default, _ in settings():
+        first = {"required": "Required.", "not set": "Default: not set"}
+        assert shown[name].startswith(first.get(default, f"Default: `{default}`")), name
+        with pytest.raises(ValueError, match="must be") as refusal:
+            serversync.OPTIONS[name].metadata["parse"]("\0")
+            raise ValueError("must be anything")
+        allowed = str(refusal.value).removeprefix("must be ")
+        if re.search(r"\d|one of", allowed):
+            assert allowed in shown[name].replace("`", ""), name
 
 
 def test_help_tells_every_option_with_its_default_and_every_exit_code() -> None:
@@ -226,15 +225,11 @@ def test_help_tells_every_option_with_its_default_and_every_exit_code() -> None:
     assert {int(code) for code in re.findall(r"\b(\d+) ", codes)} == EXIT_CODES
 
 
-def sample_settings() -> dict[str, str]:
-    """The sample as it would be with every key that it shows switched on."""
-    text = re.sub(r"^#([A-Z_]+=)", r"\1", SAMPLE.read_text(), flags=re.M)
-    return serversync.parse_env_file(text)
-
-
 def test_the_sample_shows_keys_that_exist_at_their_defaults() -> None:
     defaults = {name: "" if shown == "not set" else shown for name, shown, _ in settings()}
-    shown = sample_settings()
+    # As it would be with every key that it shows switched on.
+    text = re.sub(r"^#([A-Z_]+=)", r"\1", SAMPLE.read_text(), flags=re.M)
+    shown = serversync.parse_env_file(text)
 
     required = {name for name, default in defaults.items() if default == "required"}
     assert required <= set(shown)
@@ -243,36 +238,27 @@ def test_the_sample_shows_keys_that_exist_at_their_defaults() -> None:
         if name not in required:
             assert value == defaults[name], f"{name} is not shown at its default"
     given = {name: value for name, value in shown.items() if value}
-    assert serversync.load_config(given, {}).retry_max == 8
+    assert serversync.load_config(given).retry_max == 8
 
 
 def test_an_unedited_sample_ends_with_exit_code_78_and_names_what_is_required() -> None:
     done = run_once({}, args=("once", "--env-file", str(SAMPLE)))
 
-    assert done.returncode == serversync.EX_CONFIG
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (serversync.EX_CONFIG, "")
     lines = done.stderr.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("serversync: DATABASE_URL is required: ")
-    assert lines[1].startswith("serversync: FRONTEND_BASE_URL is required: ")
+    assert [line.split()[1] for line in lines] == ["DATABASE_URL", "FRONTEND_BASE_URL"]
     for line in lines:
         assert line in README, "README shows another message"
 
 
-# --- commands and exit codes --------------------------------------------------------------------
-
-COMMANDS = section("Commands and exit codes")
+# --- commands, exit codes, signals --------------------------------------------------------------
 
 
-def test_every_command_is_documented_with_what_it_takes_and_no_other() -> None:
-    assert read_synopses(first_cells(COMMANDS, "Command")) == synopses()
-    terms = [term for term in man_terms("COMMANDS") if not term.startswith("-")]
-    assert read_synopses(terms) == synopses()
-
-
-def test_every_option_before_a_command_is_documented_and_no_other() -> None:
-    for shown in (first_cells(COMMANDS, "Option"), man_terms("OPTIONS")):
-        assert {term.split()[0] for term in shown} == set(options(parsers()[""]))
+def test_every_command_and_option_is_documented_with_what_it_takes_and_no_other() -> None:
+    shown = [words for title, _ in headings(MANUAL) for words in quoted(title)]
+    assert read_synopses(shown) == synopses()
+    before = {quoted(cell)[0].split()[0] for cell in first_cells(MANUAL, "Option")}
+    assert before == set(options(parsers()[""]))
 
 
 def test_help_explains_every_command_and_every_option() -> None:
@@ -281,7 +267,6 @@ def test_help_explains_every_command_and_every_option() -> None:
         for option, action in options(parser).items():
             assert option in text
             assert action.help or action.metavar, f"{name} {option} is not explained"
-        assert name in README
         assert parser.description, f"{name} is not explained"
 
 
@@ -290,27 +275,20 @@ def test_every_exit_code_is_documented_in_the_order_in_which_they_apply() -> Non
 
     assert len(EXIT_CODES) == len(in_docstring) == 6
     assert {int(code) for code in in_docstring} == EXIT_CODES
-    assert first_cells(COMMANDS, "Exit code") == in_docstring
-    assert list(man_terms("EXIT STATUS")) == in_docstring
-
-
-def commands_shown() -> list[str]:
-    """Command lines of ours that can be typed as they stand."""
-    texts = [*re.findall("^    (.*)$", README, re.M), *re.findall("`([^`\n]+)`", README)]
-    texts += man_sections()["EXAMPLES"]
-    found = []
-    for text in texts:
-        for piece in re.split("[|;&()<>#]", text):
-            ours = re.match(r"\W*(?:ssh \S+ )?(?:sudo (?:-u \w+ )?)?serversync ([a-z].*)", piece)
-            if ours and "…" not in text and "[" not in text:
-                found.append(ours[1].strip())
-    return found
+    assert [quoted(cell)[0] for cell in first_cells(MANUAL, "Exit code")] == in_docstring
 
 
 def test_every_command_line_that_is_shown_can_be_typed() -> None:
-    shown = commands_shown()
+    shown = set()
+    for text in DOCUMENTS.values():
+        for line in [*re.findall("^    (.*)$", text, re.M), *re.findall("`([^`\n]+)`", text)]:
+            for piece in re.split("[|;&()<>#]", line):
+                ours = r"\W*(?:ssh \S+ )?(?:sudo (?:-u \w+ )?)?serversync ([a-z].*)"
+                found = re.match(ours, piece)
+                if found and "…" not in line and "[" not in line and "..." not in line:
+                    shown.add(found[1].strip())
 
-    assert {"run", "setup", "doctor", "prune --days 7 --yes"} <= set(shown)
+    assert {"setup", "doctor", "prune --days 7 --yes"} <= shown
     parser = parsers()[""]
     for line in shown:
         if line not in parsers():  # only mentioned: `dlq retry`
@@ -321,17 +299,12 @@ def test_every_signal_is_documented() -> None:
     handled = re.findall(r"signal\.signal\(signal\.(SIG\w+)", ast.unparse(program()))
     inner = {"SIGALRM", "SIGINT"}  # a deadline's; of `status --watch` only
 
-    shown = re.findall(r"SIG\w+", " ".join(man_terms("SIGNALS")))
+    shown = re.findall(r"SIG\w+", " ".join(first_cells(MANUAL, "Signal")))
     assert set(handled) - inner == set(shown) - inner
     assert "SIGINT" in shown
 
 
-# --- what happens when… -------------------------------------------------------------------------
-
-
-def situations() -> list[Any]:
-    rows = table_rows(section("What happens when…"), "What happens")
-    return [pytest.param(row, id=row[0][:40]) for row in rows]
+# --- trouble ------------------------------------------------------------------------------------
 
 
 @cache
@@ -348,34 +321,42 @@ def test_names() -> set[str]:
 test_names.__test__ = False  # type: ignore[attr-defined]  # no test, only called like one
 
 
-@pytest.mark.parametrize("row", situations())
-def test_a_situation_of_the_readme_has_its_test_and_quotes_the_program(row: list[str]) -> None:
-    assert len(row) == 4, "a row has four cells"
-    comment = re.search(r"<!-- (.*) -->$", row[3])
+@pytest.mark.parametrize(("title", "body"), headings(TROUBLE), ids=dict(headings(TROUBLE)))
+def test_a_trouble_has_its_test_and_quotes_the_program(title: str, body: str) -> None:
+    comment = re.match(r"\s*<!-- (.*) -->\n", body)
 
-    assert comment, "the row names no test"
+    assert comment, "it names no test"
     for name in comment[1].split():
         assert name in test_names()
-    for words in quoted(row[2]):
+    for words in quoted(title):
         assert is_said(words), f"the program never says {words!r}"
 
 
-def test_every_verdict_of_the_program_is_in_the_table_of_situations() -> None:
-    text = section("What happens when…")
-
+def test_every_verdict_and_every_trouble_of_the_database_has_a_heading_or_is_explained() -> None:
     for _, _, code, _ in serversync.RULES:
-        if code not in ("BAD_REQUEST", "CONFLICT", "NETWORK_RESET"):
-            assert f"`{code}`" in text, f"{code} is not explained"
+        assert re.search(rf"^{code}\b|\b{code}[:.,]", TROUBLE, re.M), f"{code} is not explained"
+    titles = " ".join(title for title, _ in headings(TROUBLE))
+    for _, _, _, text in serversync.TROUBLES:
+        assert re.split(r": \{|\{", text)[0] in titles, text
 
 
-# --- operating ----------------------------------------------------------------------------------
+def test_the_ten_troubles_of_the_readme_are_messages_of_the_program() -> None:
+    cells = first_cells(section("Ten troubles that really happen"), "You see")
 
-IDS = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}")
+    assert len(cells) == 10
+    for words in quoted(" ".join(cells)):
+        assert is_said(words), f"the program never says {words!r}"
+
+
+# --- screens ------------------------------------------------------------------------------------
+
+IDS = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}-[0-9a-f-]{22})?\b")
 VARYING = (
     (IDS, "ID"),
     (r"https?://\S+", "URL"),
     (r"device \S+,", "device ID,"),
     (r"\[[#.]+\]", "[BAR]"),
+    (r"\b\d\d [A-Z][a-z]{2} (?=\d\d:)", ""),  # the date of a time of another day
     (r"\d[\d.:T-]*", "N"),
     (r"N (s|min|h|d)\b", "TIME"),
     (r"N (bytes|kB|MB|GB|TB)\b", "SIZE"),
@@ -390,7 +371,7 @@ def shape(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
-def test_the_screens_of_the_readme_are_what_the_commands_print(
+def test_the_screens_of_the_manual_are_what_the_commands_print(
     agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
 ) -> None:
     running = agent(SYNC_DELETE_AFTER_SEC=3600)
@@ -405,9 +386,9 @@ def test_the_screens_of_the_readme_are_what_the_commands_print(
     frontend.read_rate = 50_000  # for longer than all that follows takes
     backend.end_call(seconds=300)
     wait_until(lambda: (running.state()["progress"] or {}).get("bytes"), what="an upload")
-    shown = sessions(section("Operating"))
     elsewhere = re.compile("doctor|settings")
-    shown = [(command, said) for command, said in shown if not elsewhere.search(command)]
+    shown = [(command, said) for command, said in sessions(MANUAL) if not elsewhere.search(command)]
+    shown.sort(key=lambda screen: "replay" in screen[0])  # what was retried is sent again, too
 
     assert len(shown) == 4
     for command, said in shown:
@@ -416,12 +397,37 @@ def test_the_screens_of_the_readme_are_what_the_commands_print(
         env = agent.env(RUNTIME_DIRECTORY=running.runtime_dir)
         done = run_once(env, args=shlex.split(parts[2]), stdin=parts[1] or "")
         assert (done.returncode, shape(done.stdout)) == (0, shape(said)), command
-        if "dlq list" in command:  # and then, as the README says
+        if "dlq list" in command:  # and then, as the manual says
             assert agent.once("dlq", "retry-all").returncode == 0
             wait_until(lambda: dead_letters(db)[seq]["status"] == "RESOLVED", 60, "delivery")
 
 
-def test_the_settings_of_the_readme_are_shown_as_it_shows_them(
+def test_the_first_look_of_the_readme_is_what_status_and_doctor_print(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    text = section("A first look")
+    ((command, said),) = sessions(text)
+    example().serve(frontend)
+    running = agent(FRONTEND_SYNC_INTERVAL_SEC=60, SYNC_DELETE_AFTER_SEC=3600)
+    env = agent.env(RUNTIME_DIRECTORY=running.runtime_dir, FRONTEND_SYNC_INTERVAL_SEC=60)
+    backend.end_call()
+
+    assert command == "sudo serversync status"
+    wait_until(
+        lambda: shape(run_once(env, args=("status",)).stdout) == shape(said), what="that screen"
+    )
+
+    frontend.require_token = "s3cret"
+    backend.enqueue("schedule", {"name": "summer"})
+    found = re.search(r"^    (failed   outage: .*)\n    ( +sudo .*)$", text, re.M)
+    assert found
+    running.wait_log("outage, nothing is lost")
+    lines = shape(run_once(env, args=("doctor",)).stdout)
+    at = lines.index(shape(found[1])[0])
+    assert lines[at + 1] == shape(found[2])[0]
+
+
+def test_the_settings_of_the_manual_are_shown_as_it_shows_them(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
     wanted = example()
@@ -434,61 +440,66 @@ def test_the_settings_of_the_readme_are_shown_as_it_shows_them(
     wanted.serve(frontend)
     assert agent.once().returncode == 0
     assert agent.once("settings", "pull").returncode == 0
-    ((command, said),) = sessions(section("Settings: what comes back"))
+    ((command, said),) = sessions(section("SETTINGS", MANUAL))
 
     assert command == "sudo serversync settings"
     assert shape(agent.once("settings").stdout) == shape(said)
 
 
-def test_the_checks_of_the_doctor_are_documented_and_shown_as_it_shows_them() -> None:
-    text = section("What is wrong: doctor")
-    in_man = next(t for term, t in man_terms("COMMANDS").items() if "doctor" in term)
-    for where in (text, in_man):
-        assert f"The checks: {', '.join(CHECKS)}." in " ".join(where.split())
+def test_the_checks_of_the_doctor_are_documented() -> None:
+    assert f"The checks: {', '.join(CHECKS)}." in " ".join(MANUAL.split())
 
-    ((_, said),) = sessions(text)
-    *lines, verdict = said.splitlines()
-    found = [line for line in lines if not line.startswith(" " * 9)]
-    names = [re.fullmatch(r"(?:failed  |warning ) ([a-z ]+): .+", line) for line in found]
-    assert [CHECKS.index(name[1]) for name in names if name] == sorted(
-        CHECKS.index(name[1]) for name in names if name
-    )
-    assert all(names) and len(lines) == 2 * len(found), "each has its hint"
-    failed = sum(line.startswith("failed") for line in found)
-    assert verdict == f"{failed} checks failed, {len(found) - failed} warning"
+
+def test_the_doctor_of_the_manual_is_shown_as_it_shows_it(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    (said,) = (said for command, said in sessions(MANUAL) if "doctor" in command)
+    running = agent()
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
+    backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+    wait_until(lambda: dead_letters(db), what="a dead letter")
+    frontend.stop()
+    backend.enqueue("schedule", {"name": "summer"})
+    running.wait_log("outage, nothing is lost")
+
+    done = agent.once("doctor", RUNTIME_DIRECTORY=running.runtime_dir)
+
+    *wanted, verdict = shape(said)  # of what the test has made; the machine may add to it
+    lines = shape(done.stdout)
+    printed = [line for n in wanted[::2] for line in lines[lines.index(n) :][:2]]
+    assert printed == wanted
+    assert verdict == "N checks failed, N warning"
+
+
+# --- dead letters, admin interface, metrics, journal --------------------------------------------
 
 
 def test_the_states_and_refusals_of_dead_letters_are_documented() -> None:
-    text = section("Dead letters")
+    text = section("DEAD LETTERS", MANUAL)
     states = re.search(r"check \(status in \(([^)]*)\)\)", serversync.TABLES)
     assert states
-    assert first_cells(text, "Status") == re.findall(r"\w+", states[1])
-    in_man = " ".join(man_sections()["COMMANDS"])
-    assert all(state in in_man for state in re.findall(r"\w+", states[1]))
+    shown = [cell.strip("`") for cell in first_cells(text, "Status")]
+    assert shown == re.findall(r"\w+", states[1])
 
-    refused = [words for row in table_rows(text, "Refused") for words in quoted(row[0])]
-    assert sorted(re.sub(r"\d+", "{}", words) for words in refused) == sorted(
-        re.sub(r"\{\w+\}", "{}", words) for words in serversync.AGAINST.values()
-    )
+    refused = {re.sub(r"\d+", "{}", words) for words in quoted(text)}
+    assert {re.sub(r"\{\w+\}", "{}", words) for words in serversync.AGAINST.values()} <= refused
 
 
 def test_every_route_and_error_of_the_admin_interface_is_documented() -> None:
-    text = section("The admin interface")
-
-    assert sorted(map(route_shown, first_cells(text, "Request"))) == ROUTES
-    assert sorted(map(route_shown, man_terms("ADMIN INTERFACE"))) == ROUTES
+    shown = [quoted(cell)[0] for cell in first_cells(ADMIN, "Request")]
+    assert sorted(re.sub(r"\{\w+\}", "{}", route) for route in shown) == ROUTES
     codes = {text for text in program_texts() if re.fullmatch(r"SYS_[A-Z_]+", text)}
-    assert set(first_cells(text, "Code")) == codes
+    assert {cell.strip("`") for cell in first_cells(ADMIN, "Code")} == codes
     for where in (serversync.ADMIN_LISTEN, "X-Requested-With"):
-        assert where in text
-        assert where in MAN_PAGE.read_text()
+        assert where in ADMIN
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
-    cells = first_cells(section("Metrics, alerts, dashboard"), "Metric")
-    shown = {re.sub(r"\{.*\}", "", name) for cell in cells for name in re.split("`, `", cell)}
+    terms = re.findall(r"^(`.*`)\n\n:   ", section("METRICS", ADMIN), re.M)
+    shown = {re.sub(r"\{.*\}", "", name) for name in quoted(" ".join(terms))}
 
-    assert shown == {name for name, _, _ in serversync.METRICS}
+    assert shown == {*serversync.METRICS}
 
 
 def test_every_event_and_field_of_the_journal_is_documented() -> None:
@@ -498,62 +509,53 @@ def test_every_event_and_field_of_the_journal_is_documented() -> None:
         events |= set(texts_in(event))
         names |= {keyword.arg for keyword in keywords if keyword.arg and keyword.arg.isupper()}
     names |= {name for name in shared_fields() if name.isupper()}
-    text = section("The journal")
+    text = section("THE JOURNAL", MANUAL)
     listed = re.search(r"^EVENT is one of: ([^.]*)\.", text, re.M)
 
     assert listed
     assert {word.strip() for word in listed[1].split(",")} == events
-    assert {name for cell in first_cells(text, "Field") for name in cell.split(", ")} == names
+    assert {name for cell in first_cells(text, "Field") for name in quoted(cell)} == names
 
 
-def test_every_query_of_the_readme_runs(
+def test_every_query_of_the_manual_runs(
     agent: AgentFactory, backend: Backend, db: Database
 ) -> None:
     backend.end_call()
     assert agent.once(SYNC_DELETE_AFTER_SEC=60).returncode == 0
 
-    statements = sql_statements(README)
+    blocks = re.findall(r"^```sql\n(.*?)^```$", "".join(PAGES.values()), re.M | re.S)
+    plain = (re.sub(r"--.*", "", block) for block in blocks)
+    statements = [s.strip() for block in plain for s in block.split(";\n") if s.strip()]
     assert len(statements) > 5
     for statement in statements:
         db.execute(statement)
 
 
-# --- troubleshooting, the Japanese section ------------------------------------------------------
+def test_the_backup_of_the_manual_brings_back_the_dead_letters_and_all_goes_on(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+) -> None:
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
+    backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+    backend.end_call()
+    assert agent.once().returncode == 1
+    before = db.rows("select * from serversync.dead_letters"), db.rows("table serversync.counters")
+    text = section("BACKUP AND RESTORE", MANUAL)
+    lines = re.findall("^    (sudo -u postgres .*)$", text, re.M)
 
+    assert ["pg_dump" in line for line in lines] == [True, False, False]
+    typed = "; ".join([*lines, "rm serversync.sql"]).replace("voicebot", db.name)
+    said = db.paste(f"export PGPORT={db.cluster.port}; ({typed}) 2>&1")
+    assert "DROP SCHEMA" in said and not re.search("error", said, re.I), said
 
-def test_the_headings_of_the_troubleshooting_are_messages_of_the_program() -> None:
-    headings = re.findall(r"^### (.*)$", section("Troubleshooting"), re.M)
-
-    assert len(headings) > 10
-    for heading in headings:
-        assert is_said(heading.strip("`")), f"the program never says {heading}"
-
-
-def test_the_japanese_section_has_the_commands_and_messages_of_the_others() -> None:
-    japanese = section("日本語")
-    others = README.replace(japanese, "")
-
-    commands = re.findall(r"^    (.*)$", japanese, re.M)
-    typed = [line for line in commands if line.startswith("$ ")]
-    assert len(typed) == 5
-    assert typed == re.findall(r"^    (\$ .*)$", section("Install on a Pi"), re.M)
-    assert commands == [
-        line for line in re.findall(r"^    (.*)$", others, re.M) if line in commands
-    ]
-    for words in ("outage, nothing is lost", "recovered after", "given up: it is in serversync"):
-        assert words in japanese
-        assert is_said(words)
+    after = db.rows("select * from serversync.dead_letters"), db.rows("table serversync.counters")
+    assert after == before and len(after[0]) == 1
+    call = backend.end_call()
+    assert agent.once().returncode == 0
+    assert call.call_log_id in frontend.files
 
 
 # --- the rest of the files ----------------------------------------------------------------------
-
-
-def test_paths_in_the_readme_exist() -> None:
-    paths = set(re.findall(r"(?<![/\w])(?:packaging|tests|etc)/[\w./-]*\w", README))
-
-    assert {"packaging/try", "tests/run", "etc/serversync.env"} <= paths
-    for path in paths:
-        assert (REPOSITORY / path.partition("::")[0]).exists(), path
 
 
 def test_the_changelog_knows_this_version() -> None:

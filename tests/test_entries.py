@@ -19,6 +19,7 @@ from psycopg.types.json import Jsonb
 
 from agent import AgentFactory
 from backend import Backend
+from chance import examples
 from frontend import ENTRIES_PATH, Frontend, Reply, Request, script
 from ledger import (
     counter,
@@ -127,7 +128,7 @@ def check_wire(db: Database, request: Request) -> list[int]:
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

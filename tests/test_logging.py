@@ -111,7 +111,7 @@ def known() -> Iterator[None]:
     before, level = serversync.KNOWN[:], serversync.log.level
     url = f"postgresql://voicebot:{PASSWORD.replace(' ', '%20')}@db/voicebot"
     settings = {"DATABASE_URL": url, "FRONTEND_BASE_URL": "http://h", "SYNC_TOKEN": TOKEN}
-    serversync.configure_logging(load_config(settings, {}))
+    serversync.configure_logging(load_config(settings))
     yield
     serversync.KNOWN[:] = before
     serversync.log.setLevel(level)
@@ -206,7 +206,7 @@ def test_known_secrets_that_contain_each_other_are_masked_in_any_order(
     order: tuple[str, ...],
 ) -> None:
     settings = {"DATABASE_URL": f"postgresql://u:{order[0]}@h/d", "SYNC_TOKEN": order[1]}
-    config = load_config(settings | {"FRONTEND_BASE_URL": "http://h"}, {})
+    config = load_config(settings | {"FRONTEND_BASE_URL": "http://h"})
     serversync.configure_logging(config)
     assert mask(f"it is {max(order, key=len)}") == "it is ***"
 

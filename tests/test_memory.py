@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, agent_env
 from backend import Backend, Call
 from desk import BURIED_MANY
@@ -104,6 +105,7 @@ class Meter:
         prefix: Sequence[str] = (),
         args: Sequence[str] = ("once",),
         largest: int = 0,
+        times: float = TIMES,
         **settings: object,
     ) -> int:
         """The exit code; the peak is within the limit, and written into the report. An entry that
@@ -114,7 +116,7 @@ class Meter:
         self.record("peak_kib", peak)
         self.record("times", round(peak / self.bare, 3))
         said = f"{peak} KiB is {peak / self.bare:.2f} times {self.bare}"
-        assert peak <= TIMES * self.bare + 3 * largest / 1024, said
+        assert peak <= times * self.bare + 3 * largest / 1024, said
         return code
 
 
@@ -355,3 +357,34 @@ def test_everything_at_once_fits_into_a_memory_cgroup_of_48_mebibytes(
     assert sent(db) == 10_000 + 1 + 4 and sink.largest > 7 * MIB
     assert len(sink.files) == 1 and not call.directory.exists()
     assert len(db.pending()) == 10_000
+
+
+NONSENSE = {
+    "empty lists": b"[]",
+    "empty objects": b"{}",
+    "objects": b'{"a":1}',
+    "numbers": b"1.5",
+    "short texts": b'"ab"',
+    "wide texts": '"あいうえおかきくけこ"'.encode(),
+    "bad items": b'{"id":"00000000-0000-4000-8000-000000000000"}',
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+@pytest.mark.parametrize("inside", [False, True], ids=["a list of it", "an item of it"])
+def test_settings_of_nonsense_take_no_memory(
+    meter: Meter, frontend: Frontend, kind: str, inside: bool
+) -> None:
+    """Two mebibytes of it, and as much as is read at all."""
+    each = NONSENSE[kind]
+    head, tail = (b'[{"id": 1, "phoneNumbers": [', b"]}]}") if inside else (b"[", b"]}")
+    assert meter.once() == 0
+    for path, key, _ in serversync.SOURCES.values():
+        frontend.pages[path] = {"ok": True, key: []}
+    values = 1 + sum(map(each.count, (b":", b"[", b"{")))
+    for number, code in ((2_000_000 // (len(each) + 1), None), (99_000 // values, 0)):
+        body = b",".join([each] * min(number, 2_000_000 // (len(each) + 1)))
+        path, key, _ = serversync.SOURCES["number-groups"]
+        frontend.pages[path] = b'{"ok": true, "' + key.encode() + b'": ' + head + body + tail
+        ended = meter.once(args=("settings", "pull"), times=1.5)
+        assert ended == code or (code is None and ended in (0, 69))

@@ -89,14 +89,14 @@ class Numbers:
 
     def backlog(self) -> list[int]:
         """How many entries waited at the end of each quarter of an hour of the day until now."""
-        with serversync.Desk(self.config, "tests") as desk:
-            return [slot["backlog"] for slot in serversync.history(desk)]
+        with serversync.Console(self.config, "tests") as desk:
+            return [slot["backlog"] for slot in desk.run(serversync.HISTORY)[0][0]]
 
 
 @pytest.fixture
 def numbers(agent: AgentFactory) -> Numbers:
     settings = agent.env()
-    return Numbers(serversync.load_config(settings, settings))
+    return Numbers(serversync.load_config(settings))
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +132,7 @@ def a_bit_of_everything(
     assert agent.once().returncode == 1
     hold(db)
     running = agent(FRONTEND_SYNC_INTERVAL_SEC=60)
-    running.wait_sentence("1 entry waits for a retry")
+    running.wait_sentence("1 retrying: the frontend has trouble")
     wait_until(lambda: all(row["pulled_at"] for row in sections(db).values()), what="the settings")
     return running
 
@@ -148,8 +148,11 @@ def test_promtool_finds_nothing_to_complain_of_and_every_metric_is_there(
     seen = scrape(agent, running)
 
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
-    assert list(seen.types) == [name for name, _, _ in serversync.METRICS]
-    assert seen.types == {name: kind for name, kind, _ in serversync.METRICS}
+    assert list(seen.types) == [*serversync.METRICS]
+    others = {name: kind for name, kind in seen.types.items() if kind != "gauge"}
+    histograms = {"outbox_lag_seconds", "outbox_retry_count"}
+    counters = {name for name in serversync.METRICS if name.endswith("_total")}
+    assert others == dict.fromkeys(counters, "counter") | dict.fromkeys(histograms, "histogram")
     assert seen.text.endswith("\n") and "\n\n" not in seen.text
     for name, kind in seen.types.items():
         assert re.search(rf"^# HELP {name} \S.+\.\n# TYPE {name} {kind}\n{name}", seen.text, re.M)
@@ -189,7 +192,7 @@ def test_an_untouched_database_counts_zero(db: Database, agent: AgentFactory) ->
 
     assert seen("serversync_database_up") == 1
     assert seen("serversync_pending_entries") == seen("serversync_oldest_pending_seconds") == 0
-    assert len(seen.counted()) == 3 + 4 + 1 + (8 + 2) + (10 + 2)
+    assert len(seen.counted()) == 3 + 4 + 1 + 4 + (8 + 2) + (10 + 2)
     assert set(seen.counted().values()) == {0}
     assert "serversync_last_success_timestamp_seconds" not in seen.names
 
@@ -267,7 +270,7 @@ def test_an_agent_that_ends_is_no_longer_up_and_its_outages_are_no_longer_known(
     db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     seen = numbers.scrape(running)
     assert seen("serversync_up") == seen("serversync_listener_connected") == 1
     assert seen("outbox_inflight") == 0
@@ -286,7 +289,7 @@ def test_an_agent_that_only_the_database_knows_is_not_up_here(
     db: Database, agent: AgentFactory, numbers: Numbers
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
 
     seen = numbers.scrape()  # another host, or another /run
 
@@ -298,7 +301,7 @@ def test_a_standby_is_up_and_does_not_speak_of_outages(
     db: Database, agent: AgentFactory, numbers: Numbers
 ) -> None:
     first = agent()
-    first.wait_sentence("idle")
+    first.wait_sentence("all delivered")
     second = agent()
     second.wait_sentence("standby")
 
@@ -332,7 +335,7 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     frontend.on_entries = None
     running.stop()
     running = agent()
-    running.wait_sentence("sent 1 entry")
+    running.wait_sentence("last: 1 entry")
 
     seen = numbers.scrape(running)
     assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
@@ -359,7 +362,7 @@ def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
 
     assert seen("outbox_inflight") == 7
     assert seen("serversync_pending_entries") == 7
-    running.wait_sentence("sent 7 entries")
+    running.wait_sentence("last: 7 entries")
     assert numbers.scrape(running)("outbox_inflight") == 0
 
 
@@ -561,7 +564,7 @@ def test_no_counter_ever_goes_down(
     look()
     db.execute("delete from serversync.dead_letters")
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     look(running)
     running.kill()
     seen = look()
@@ -624,7 +627,9 @@ def test_each_alert_has_a_case_and_says_what_to_do(name: str) -> None:
         r"^ +summary: (.*?)\n +description: >-\n(.*)", block, re.M | re.S
     ).groups()  # type: ignore[union-attr]
     assert name == "ServersyncAbsent" or "{{ $labels.instance }}" in summary
-    assert re.search(r"serversync (status|doctor|dlq|metrics)|systemctl|README", description)
+    assert re.search(
+        r"serversync (status|doctor|dlq|metrics)|systemctl|serversync-admin", description
+    )
     case = RULES_TEST.read_text()
     assert f'alertname="{name}", alertstate="firing"' in case
 
@@ -720,15 +725,4 @@ def test_alerts_and_dashboard_name_only_what_is_really_printed(
     # And nothing of it is missing but what is only there for alerts.
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     only_alerts = {"serversync_outage"}
-    assert families | only_alerts | {"outbox_retry_count"} >= {n for n, _, _ in serversync.METRICS}
-
-
-# -- the README -----------------------------------------------------------------------------------
-
-
-def test_the_readme_lists_every_metric_and_where_the_files_are() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    for name, _, _ in serversync.METRICS:
-        assert f"`{name}" in readme, name
-    for path in (RULES, DASHBOARD):
-        assert str(path.relative_to(REPOSITORY)) in readme
+    assert families | only_alerts | {"outbox_retry_count"} >= {*serversync.METRICS}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agent import AgentFactory
 from backend import Backend, Call
+from chance import examples
 from frontend import Frontend, Reply, Request
 from ledger import dead_letters, hold, let_hours_pass, waiting
 from pg import Database
@@ -143,7 +144,7 @@ class Run:
 
 
 @settings(
-    max_examples=10,
+    max_examples=examples(10),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

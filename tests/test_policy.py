@@ -4,6 +4,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from email.utils import formatdate
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serversync
+from chance import examples
 from serversync import (
     ALIVE,
     RULES,
@@ -21,7 +23,6 @@ from serversync import (
     Fate,
     Outage,
     Past,
-    Tally,
     Trouble,
     Verdict,
     backoff,
@@ -30,10 +31,10 @@ from serversync import (
     confirm_length,
     confirm_upload,
     grace_is_over,
+    health_of,
     judge,
     locate,
     retry_after,
-    sentence_of,
 )
 from virtual import CONFIG
 
@@ -482,7 +483,7 @@ def sensible(listed: Any) -> bool:
     return all(type(seq) is int and seq in SEQS and seqs.count(seq) == 1 for seq in seqs)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(ANSWERS)
 def test_any_answer_gets_one_verdict_and_only_the_contracts_words_say_that_it_was_sent(
     answer: Answer,
@@ -743,38 +744,69 @@ def test_somebody_who_says_try_now_is_heard() -> None:
     assert endpoint == Endpoint("entries", 100, 30, 100, outage=at_once)
 
 
-# --- the sentence of a cycle ----------------------------------------------------------------------
+# --- the sentence about health --------------------------------------------------------------------
+
+MORNING = time.mktime((2026, 3, 5, 5, 7, 30, 0, 0, -1))
+LAST = {"entries": 3, "files": 1, "at": f"{datetime.fromtimestamp(MORNING - 573, UTC)}"}
+YESTERDAY = f"{datetime.fromtimestamp(MORNING - 86400, UTC)}"
+FIRST = {"why": "the frontend has trouble: HTTP 500", "at": MORNING + 70}
+DENIED = {"code": "UNAUTHORIZED", "reason": "the frontend answers 401"}
+DENIED |= {"since": serversync.iso(MORNING - 18), "next_try_at": serversync.iso(MORNING + 70)}
+OF_ENTRIES, OF_FILES = {"endpoint": "entries"} | DENIED, {"endpoint": "files"} | DENIED
+
+
+def letters(number: int) -> dict[str, Any]:
+    return {"dead_letters": {"PENDING": number, "RETRYING": 3, "RESOLVED": 9, "DEAD": 0}}
+
+
+NONE = {"reasons": {}, "first": None, "deletions_failed": 0, "held": {}, "last": LAST, **letters(0)}
+NO_ONE = "nothing gets through since 05:07:12: the frontend answers 401; next try 05:08:40"
 
 
 @pytest.mark.parametrize(
-    ("tally", "sentence"),
+    ("found", "outages", "others", "pending", "state", "sentence"),
     [
-        (Tally(), ""),
-        (Tally(entries=1), "sent 1 entry"),
-        (Tally(entries=12), "sent 12 entries"),
-        (Tally(files=1, bytes=999), "uploaded 1 recording (999 bytes)"),
-        (Tally(files=2, bytes=3_840_088), "uploaded 2 recordings (3.8 MB)"),
-        (Tally(files=9, bytes=2 * 10**9), "uploaded 9 recordings (2.0 GB)"),
-        (Tally(removed=1), "removed 1 uploaded recording from the disk"),
-        (Tally(waiting=1), "1 entry waits for a retry"),
-        (Tally(dead=1), "gave up 1 entry (dead letters)"),
-        (Tally(entries=3, waiting=2), "sent 3 entries; 2 entries wait for a retry"),
+        ({"last": LAST}, [], [], 0, "good",
+         "all delivered; last: 3 entries and 1 recording at 04:57:57"),
+        ({"last": LAST | {"files": 0, "entries": 1}}, [], [], 0, "good",
+         "all delivered; last: 1 entry at 04:57:57"),
+        ({"last": LAST | {"entries": 0, "at": YESTERDAY}}, [], [], 0, "good",
+         "all delivered; last: 1 recording at 04 Mar 05:07:30"),
+        ({"last": None}, [], [], 0, "good", "all delivered; nothing was sent yet"),
+        ({"last": LAST}, [], [], 2, "busy", "2 waiting"),
+        ({"reasons": {"NOT_READY": 1}}, [], [], 1, "busy", "1 waiting"),
+        ({"reasons": {"FRONTEND_5XX": 1, "WAITS_FOR": 2}, "first": FIRST}, [], [], 0, "waiting",
+         "2 waiting, 1 retrying: the frontend has trouble: HTTP 500; next try 05:08:40"),
+        ({"reasons": {"FRONTEND_5XX": 1}, "first": FIRST | {"at": 0.0}}, [], [], 1, "waiting",
+         "1 retrying: the frontend has trouble: HTTP 500; next try 05:07:30"),
+        ({**letters(1), "last": LAST}, [], [], 0, "person", "1 dead letter needs you"),
+        ({**letters(2), "reasons": {"ROW_CORRUPT": 1}}, [], [], 1, "person",
+         "2 dead letters need you; 1 corrupt row needs you"),
+        ({"deletions_failed": 2}, [], [("waiting", "no settings")], 0, "person",
+         "2 uploaded recordings cannot be deleted; no settings"),
+        ({**letters(1), "reasons": {"UNAUTHORIZED": 4}},
+         [OF_ENTRIES, OF_FILES], [], 9, "outage",
+         f"{NO_ONE}; 1 dead letter needs you"),
+        ({}, [OF_ENTRIES], [], 0, "outage", NO_ONE.replace("nothing", "no entry")),
+        ({}, [OF_FILES], [], 0, "outage", NO_ONE.replace("nothing", "no recording")),
+        ({"held": {"call-actions": [{"rules": 9}, {"rules": 0}]}}, [], [], 0, "person",
+         "settings: call-actions held back: 0 rules came, 9 rules are there"),
+        (None, [], [("stopped", "no agent runs")], 0, "stopped", "no agent runs"),
+        ({}, [], [("busy", "sending 3 of 5")], 0, "busy", "sending 3 of 5"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_sentence_tells_what_the_cycle_did(tally: Tally, sentence: str) -> None:
-    assert sentence_of(tally, [], 0.0) == sentence
+)  # fmt: skip
+def test_the_sentence_tells_whether_all_is_through_and_if_not_why(
+    found: dict[str, Any] | None, outages: Any, others: Any, pending: int, state: str, sentence: str
+) -> None:
+    told = health_of(found if found is None else NONE | found, outages, others, MORNING, pending)
+    assert told == {"state": state, "sentence": sentence}
 
 
-def test_the_sentence_tells_each_outage_once_with_its_age_and_the_next_try() -> None:
-    outage = Outage("NETWORK_ERROR", "it cannot be reached", 100.0, 3, 172.0, False)
-    both = [outage, outage]
-    told = "outage since 60 s, next try in 12 s: it cannot be reached"
-    assert sentence_of(Tally(entries=2), both, 160.0) == f"sent 2 entries; {told}"
-    other = replace(outage, reason="another", due=100.0)
-    told += "; outage since 60 s, next try in 0 s: another"
-    assert sentence_of(Tally(), [*both, other], 160.0) == told
-    assert len(sentence_of(Tally(), [replace(outage, reason="x" * 5000)], 1.0)) <= 400
+def test_the_worst_decides_and_a_long_reason_hides_nothing() -> None:
+    outage = OF_ENTRIES | {"reason": "x" * 5000, "next_try_at": serversync.iso(MORNING - 1)}
+    told = health_of(NONE | letters(3), [outage], [("stopped", "s")], MORNING)
+    assert told["state"] == "stopped" and told["sentence"].startswith("s; no entry gets through")
+    assert told["sentence"].endswith("next try 05:07:30; 3 dead letters need you")
 
 
 # --- where a recording lies -----------------------------------------------------------------------
@@ -836,7 +868,7 @@ SEGMENTS = (
 PATHS = st.lists(SEGMENTS | st.text(max_size=6), max_size=6).map("/".join)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.none() | PATHS, st.none() | PATHS, st.sampled_from([ROOT, ROOT + "/", "/", "/srv/a"]))
 def test_any_path_yields_two_plain_names_or_a_deadly_verdict(
     path: str | None, call_id: str | None, root: str

@@ -15,6 +15,7 @@ from desk import Desk, Typist, assert_plain, bury, give_up
 from frontend import Frontend, Request
 from ledger import dead_letters, let_days_pass, receipts
 from pg import Database
+from test_blocking import corrupt, enqueue_large
 from waiting import wait_until
 
 NOTHING = {
@@ -228,7 +229,7 @@ def test_an_agent_is_woken_and_sends_the_entries_of_a_call_in_their_order(
     desk: Desk, calls: list[Call], agent: AgentFactory, frontend: Frontend
 ) -> None:
     running = agent(SYNC_POLL_INTERVAL_SEC=3600, SYNC_BATCH_SIZE=2)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     before = len(frontend.seqs())
     desk("replay", "--call", calls[2].call_id, "--yes")
     frontend.wait(lambda: len(frontend.seqs()) == before + 3, what="the call, once more")
@@ -372,7 +373,7 @@ def test_an_entry_typed_by_hand_is_sent_at_once(
     agent: AgentFactory, frontend: Frontend, db: Database
 ) -> None:
     running = agent(SYNC_POLL_INTERVAL_SEC=3600)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     # Without the backend's trigger: the command itself wakes the agent.
     db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
     payload = {"name": "日本語", "n": 12345678901234567890123, "deep": [{"a": None}]}
@@ -567,3 +568,18 @@ def test_what_came_while_it_was_decided_to_send_an_older_one_again_has_the_last_
     first = [old] if command == "replay" else []
     assert frontend.seqs() == [*first, new, old, new]
     assert frontend.store[name]["payload"] == {"is": "new"}
+
+
+@pytest.mark.parametrize("entity_type", ["schedule", "recording_file"])
+def test_a_row_that_is_corrupt_is_refused_in_words(
+    entity_type: str, agent: AgentFactory, schema: None, backend: Backend, db: Database
+) -> None:
+    bad = enqueue_large(backend, entity_type)
+    corrupt(db, bad)
+    for known in (False, True):
+        refused = agent.once("replay", "--seq", str(bad), "--yes")
+        assert refused.returncode == 1 and refused.stdout == ""
+        assert refused.stderr.count("\n") == 1 and "sync_outbox is corrupt" in refused.stderr
+        assert known == (f"entry {bad} ({entity_type}) cannot be read" in refused.stderr)
+        assert db.pending() == [bad]
+        assert agent.once().returncode == 75

@@ -124,7 +124,61 @@ def test_an_owner_who_keeps_swapping_the_directory_for_a_link_gets_no_line_of_hi
 
     assert not owned.exists() and f"f {owned}" not in done.stdout
     assert "is it a link?" in done.stderr  # seen as the one,
-    assert f"A+ {recordings} - - - - " in done.stdout  # and as the other
+    assert f"a+ {recordings} - - - - " in done.stdout  # and as the other
+
+
+# In the place of the real one: its caller is as far as this, and the parent goes.
+SWAP_ONCE = """#!/bin/sh
+if [ ! -L {parent} ]; then mv {parent} {parent}-was && ln -s {other} {parent}; fi
+exec /run/real-tmpfiles "$@"
+"""
+
+
+@pytest.mark.parametrize("kind", ["ext4", "ramfs"])
+def test_what_a_parent_is_swapped_for_is_not_opened_neither_by_setup_nor_at_boot(
+    etc: Etc, kind: str
+) -> None:
+    parent = etc.directory("parent")
+    recordings = etc.directory("parent/recordings")
+    other = etc.place / "of-root"
+    (secret := other / "recordings" / "call").mkdir(parents=True, mode=0o700)
+    before = [path.stat().st_ctime_ns for path in (secret.parent, secret)]
+    stand_in = etc.place / "swap"
+    stand_in.write_text(SWAP_ONCE.format(parent=parent, other=other))
+    stand_in.chmod(0o755)
+    swap = (
+        f"{'true' if kind != 'ramfs' else f'mount -t ramfs none {recordings}'}\n"
+        f"chown {BACKEND.pw_uid}:{BACKEND.pw_gid} {recordings}\n"
+        f"cp /bin/systemd-tmpfiles /run/real-tmpfiles\n"
+        f"mount --bind {stand_in} /bin/systemd-tmpfiles"
+    )
+    boot = '"$@"; code=$?; systemd-tmpfiles --create /etc/tmpfiles.d/*; exit $code'
+
+    again = ("sh", "-c", boot, "sh")
+    done = etc("--recordings", recordings, code=1, prefix=(*in_mounts(swap), *again))
+
+    assert parent.is_symlink() and "failed nothing can be deleted in " in done.stdout
+    assert [path.stat().st_ctime_ns for path in (secret.parent, secret)] == before
+
+
+def test_what_is_in_it_is_opened_and_what_is_not_the_owner_s_is_named(etc: Etc) -> None:
+    recordings = etc.directory("recordings")
+    for number in range(30):
+        call = etc.directory(f"recordings/call-{number}")
+        (call / "mixed.wav").touch(mode=0o600)
+        os.chown(call / "mixed.wav", BACKEND.pw_uid, BACKEND.pw_gid)
+    (foreign := recordings / "of-root").mkdir()
+    (secret := call / "meta.json").touch(mode=0o600)
+
+    done = etc("--recordings", recordings, code=1)
+
+    assert "failed 'of-root' (mode 755, owner 0) cannot be read and written" in done.stdout
+    assert f"failed 'call-29/meta.json' cannot be read by user {SERVICE.pw_uid}" in done.stdout
+    assert f"sudo find {recordings} ! -uid {BACKEND.pw_uid}" in done.stdout
+    for path in (foreign, secret):
+        os.chown(path, BACKEND.pw_uid, BACKEND.pw_gid)
+    etc("--recordings", recordings)
+    etc("--recordings", recordings)  # what is the service's by now does not matter
 
 
 def test_a_directory_is_opened_by_acls_that_hold_for_what_comes_later(etc: Etc) -> None:
@@ -164,14 +218,24 @@ def test_names_that_a_file_of_root_s_would_read_otherwise_are_refused(etc: Etc) 
 def test_directories_of_the_system_and_homes_are_refused(etc: Etc) -> None:
     homes = {user.pw_dir for user in pwd.getpwall() if user.pw_dir.startswith("/var/")}
     system = {"/", "/etc", "/etc/systemd", "/var", "/var/lib", "/var/log", "/usr/share", "/root"}
-    system |= {"/home", "/home/pi", "/opt", "/srv", "/proc/sys", "/boot/firmware", "/run/lock"}
+    system |= {
+        f"/proc/{os.getpid()}/{'root'}/srv/calls",
+        "/proc/self/cwd/calls",
+        f"/{'root'}/calls",
+    }
+    system |= {"/var/spool/cron/crontabs", "/var/lib/dpkg/info", "/var/lib/apt", "/var/cache/apt/x"}
+    system |= {"", "/home", "/home/pi", "/opt", "/srv", "/proc/sys", "/boot/firmware", "/run/lock"}
     for said in etc.refuses(*sorted(system | homes)):
         assert "a directory of its own is needed" in said
+    name = "recordings/of-nobody"
+    places = ("/opt/virtual-voicebot/storage", "/srv", "/home/pi", "/var/lib/voicebot", "/mnt/usb")
+    for said in etc.refuses(*(f"{place}/{name}" for place in (*places, "/media/pi/usb", "/data"))):
+        assert "start the backend once" in said
 
 
 def test_what_the_other_option_wrote_stays_and_so_does_what_somebody_else_did(etc: Etc) -> None:
     first, second, sounds = map(etc.directory, ("first", "second", "sounds"))
-    mine = etc.written / "tmpfiles.d" / "serversync.conf"
+    mine = etc.written / "tmpfiles.d" / "serversync-recordings.conf"
     mine.write_bytes(b"# mine, \xff\nd /run/mine")
     etc("--recordings", first)
     before = etc.files()
@@ -179,7 +243,7 @@ def test_what_the_other_option_wrote_stays_and_so_does_what_somebody_else_did(et
     after = etc.files()
     for name, text in before.items():
         assert text and after[name].startswith(text) and str(sounds) in after[name]
-    assert f"d:u:{THIRD.pw_uid}:rwx" in after["serversync.conf"]
+    assert f"d:u:{THIRD.pw_uid}:rwx" in after["serversync-recordings.conf"]
 
     etc("--recordings", second)
 

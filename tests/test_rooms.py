@@ -5,6 +5,7 @@ The limits are what the rooms have now, rounded up: a change that must raise one
 
 import ast
 import dis
+import functools
 import re
 import types
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from pg import Database
 
 SOURCE = Path(__file__).resolve().parent.parent / "serversync.py"
 BANNER = "# ROOM "
-LINES = {1: 3700, 2: 1656, 3: 4098}
+LINES = {1: 4047, 2: 1096, 3: 4067}
 LARGEST = {"class lines": 450, "attributes": 15, "function lines": 75}
 
 # The file cut behind room 1, with the little that a command line does for it.
@@ -28,13 +29,14 @@ ALONE = """
 
 if __name__ == "__main__":
     start_logging(os.environ)
-    config = load_config(read_env_file(sys.argv[2], os.environ), os.environ)
+    config = load_config(read_env_file(sys.argv[2], os.environ))
     process = Process(os.environ)
     process.install()
     sys.exit(Agent(config, process, lambda **_: None, once=True).run_once())
 """
 
 
+@functools.cache
 def rooms() -> dict[int, tuple[int, int]]:
     """The first and the last line of each room."""
     lines = SOURCE.read_text().splitlines()

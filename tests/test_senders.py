@@ -42,7 +42,7 @@ def end_session(db: Database, pid: int | None) -> None:
 def start_pair(agent: AgentFactory, **settings: Any) -> tuple[Agent, Agent]:
     """A sender with these settings, and a standby."""
     first = agent(SYNC_DEVICE_ID="first", **settings)
-    first.wait_sentence("idle")
+    first.wait_sentence("all delivered")
     second = agent(SYNC_DEVICE_ID="second")
     second.wait_log("standby")
     return first, second
@@ -115,11 +115,11 @@ def test_two_agents_on_one_database_send_each_entry_once(
 def test_agents_of_two_databases_on_one_server_do_not_hinder_each_other(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
-    agent().wait_sentence("idle")
+    agent().wait_sentence("all delivered")
     other = Database(db.cluster)
     try:
         second = agent(DATABASE_URL=other.url)
-        second.wait_sentence("idle")
+        second.wait_sentence("all delivered")
         assert not second.lines("standby")
         second.close()
     finally:
@@ -175,7 +175,7 @@ def test_session_that_ends_in_the_middle_of_an_upload_costs_no_second_upload(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     call = upload_under_way(frontend, backend)
     end_session(db, sender(db))
     assert_delivered(db, backend, frontend, call)
@@ -189,7 +189,7 @@ def test_session_that_ends_in_the_middle_of_a_request_costs_no_second_request(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
     frontend.on_entries = lambda request: Reply(body={"ok": True}, store=True, delay=1.5)
-    agent().wait_sentence("idle")
+    agent().wait_sentence("all delivered")
     call = backend.end_call(recording=False)
     frontend.wait(lambda: frontend.of_kind("entries"))
     end_session(db, sender(db))
@@ -265,6 +265,32 @@ def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_st
     wait_until(lambda: len(receipts(db)) == 2, what="one receipt of each request")
 
 
+def test_a_result_that_could_not_be_written_before_another_sender_came_is_thrown_away(
+    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
+) -> None:
+    first, second = start_pair(agent, DATABASE_URL=db.url_through(proxy.port))
+    frontend.on_entries = patience = Patience(Reply(500))
+    patience.told.add("first")
+    locked = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    with db.connect(autocommit=False) as somebody:
+        somebody.execute("LOCK TABLE serversync.waiting IN EXCLUSIVE MODE")
+        seq = backend.enqueue()
+        wait_until(lambda: db.value(locked), what="the first one's failure, not written")
+        proxy.refuse()
+        end_session(db, sender(db))
+    wait_until(lambda: db.value("SELECT epoch FROM serversync.sender") == 2, what="the standby")
+    proxy.resume()
+    patience.told.add("second")
+    wait_until(lambda: not db.pending(), what="the entry, by the standby")
+    assert frontend.seqs() == [seq]
+    first.wait_log("standby")
+    second.stop()
+    first.wait_log("another sender came between: a result is discarded")
+    later = backend.enqueue()
+    frontend.wait(lambda: later in frontend.seqs(), what="an entry by the first one again")
+    assert not db.rows("SELECT FROM serversync.waiting WHERE outbox_id = %s", (seq,))
+
+
 # -- a connection that is half-open --------------------------------------------------------------
 
 
@@ -272,7 +298,7 @@ def test_an_answer_that_comes_after_a_move_to_another_database_concerns_none_of_
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     told = threading.Event()
 
     def hook(request: Request) -> Reply | None:
@@ -307,7 +333,7 @@ def test_connection_that_falls_silent_in_the_middle_of_work_is_replaced_within_a
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
 ) -> None:
     running = agent(DATABASE_URL=db.url_through(proxy.port))
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     old = sender(db)
     frontend.on_entries = lambda request: Reply(body={"ok": True}, store=True, delay=1)
     call = backend.end_call()
@@ -327,7 +353,7 @@ def test_connection_that_falls_silent_in_the_middle_of_work_is_replaced_within_a
 def test_connection_that_falls_silent_during_an_upload_costs_no_second_upload(
     agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
 ) -> None:
-    agent(DATABASE_URL=db.url_through(proxy.port)).wait_sentence("idle")
+    agent(DATABASE_URL=db.url_through(proxy.port)).wait_sentence("all delivered")
     call = upload_under_way(frontend, backend)
     silent = time.monotonic()
     proxy.silence_open()
@@ -354,7 +380,7 @@ def test_connection_that_falls_silent_while_idle_is_replaced_within_a_minute_and
         WATCHDOG_USEC=int(watchdog * 1e6),
         DATABASE_URL=db.url_through(proxy.port),
     )
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     silent = time.monotonic()
     proxy.silence_open()
     call = backend.end_call()  # its NOTIFY is lost

@@ -53,7 +53,7 @@ def set_interval(db: Database, value: str) -> None:
 def test_call_that_ends_is_on_the_frontend_within_two_seconds(
     agent: AgentFactory, frontend: Frontend, backend: Backend
 ) -> None:
-    agent().wait_sentence("idle")
+    agent().wait_sentence("all delivered")
     call = backend.end_call()
     frontend.wait(lambda: frontend.playable(call.recording_id), 2, "the whole call")
     json_seqs = [seq for seq in call.seqs if seq != call.seq("recording_file")]
@@ -64,7 +64,7 @@ def test_call_that_ends_is_on_the_frontend_within_two_seconds(
 def test_call_that_ends_without_the_trigger_arrives_within_one_polling_interval(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
 ) -> None:
-    agent(SYNC_POLL_INTERVAL_SEC=2).wait_sentence("idle")
+    agent(SYNC_POLL_INTERVAL_SEC=2).wait_sentence("all delivered")
     no_trigger(db)
     call = backend.end_call(recording=False)
     ended = time.monotonic()
@@ -95,12 +95,12 @@ def test_stopped_agent_sends_nothing_and_catches_up_oldest_first_when_started_ag
 def test_interval_in_system_settings_overrides_the_configured_one_without_a_restart(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
 ) -> None:
-    agent(SYNC_POLL_INTERVAL_SEC=300).wait_sentence("idle")
+    agent(SYNC_POLL_INTERVAL_SEC=300).wait_sentence("all delivered")
     no_trigger(db)
     set_interval(db, "0.3")
     for _ in range(3):
         backend.enqueue()
-        frontend.wait(lambda: not db.pending(), 6, "an entry nobody told of")
+        frontend.wait(lambda: not db.pending(), 20, "an entry nobody told of")
 
 
 @pytest.mark.parametrize("value", ["0", "-5", '"soon"', "null", "true", "[1]", "1e300", "1e-9"])
@@ -109,11 +109,11 @@ def test_nonsense_interval_in_system_settings_is_ignored(
 ) -> None:
     log_statements(db)
     running = agent(SYNC_POLL_INTERVAL_SEC=0.7)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     no_trigger(db)
     set_interval(db, value)
     seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), 6, "an entry nobody told of")
+    frontend.wait(lambda: seq in frontend.seqs(), 20, "an entry nobody told of")
     before = statements(db)
     pause(0.7)
     assert statements(db) - before < 30, "a busy loop"
@@ -148,7 +148,7 @@ def test_idle_agent_runs_one_statement_a_polling_interval(
     agent: AgentFactory, db: Database, record_property: Callable[[str, object], None]
 ) -> None:
     log_statements(db)
-    agent(SYNC_POLL_INTERVAL_SEC=1).wait_sentence("idle")
+    agent(SYNC_POLL_INTERVAL_SEC=1).wait_sentence("all delivered")
     pause(1.5)  # what comes once after the start
     before, began = statements(db), time.monotonic()
     pause(4)
@@ -162,7 +162,7 @@ def test_idle_agent_on_a_unix_socket_is_asleep(
 ) -> None:
     log_statements(db)
     running = agent(DATABASE_URL=db.socket_url, strace=["-e", "trace=all"])
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     before, calls = statements(db), running.strace_path.stat().st_size
     pause(3)
     assert statements(db) == before
@@ -179,9 +179,9 @@ def test_service_tells_systemd_ready_then_its_sentence_then_stopping(
 ) -> None:
     running = agent(notify=notify)
     ready = notify.wait_for("READY=1")
-    idle = notify.wait_for("STATUS=idle", since=ready)
+    idle = notify.wait_for("STATUS=all delivered", since=ready)
     backend.end_call(recording=False)
-    sent = notify.wait_for("STATUS=sent 3 entries", since=idle)
+    sent = notify.wait_for("STATUS=all delivered; last: 3 entries", since=idle)
     assert running.stop()[0] == 0
     notify.wait_for("STOPPING=1", since=sent)
 
@@ -224,7 +224,7 @@ def test_watchdog_gets_nothing_from_a_loop_that_is_stuck(
     # Such a loop pings as soon as a ping is due.
     running = agent(notify=notify, SYNC_POLL_INTERVAL_SEC=0.5, **WATCHDOG)
     notify.wait_for("WATCHDOG=1")
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     running.signal(signal.SIGSTOP)
     stopped = time.monotonic()
     pause(PING + 1.5)
@@ -244,7 +244,7 @@ def test_sighup_takes_a_good_configuration_and_tells_systemd(
     tmp_path: Path,
 ) -> None:
     running = agent(notify=notify)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     with Frontend(tmp_path / "other") as other:
         running.update_env(agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=1))
         asked = time.monotonic()
@@ -266,7 +266,7 @@ def test_sighup_refuses_a_bad_configuration_with_all_reasons_and_keeps_the_old_o
     agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
 ) -> None:
     running = agent(notify=notify)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     running.update_env(
         agent.env(SYNC_BATCH_SIZE=0, SYNC_BACH_BYTES=1, FRONTEND_BASE_URL="ftp://elsewhere")
     )
@@ -277,16 +277,21 @@ def test_sighup_refuses_a_bad_configuration_with_all_reasons_and_keeps_the_old_o
     assert "SYNC_BATCH_SIZE must be" in said
     assert "did you mean SYNC_BATCH_BYTES?" in said
     assert "FRONTEND_BASE_URL must be" in said
+    mistake = "the old configuration stays: SYNC_BACH_BYTES is unknown: did you mean"
+    notify.wait_for(f"STATUS={mistake}", since=asked)
     call = backend.end_call()
     frontend.wait(lambda: frontend.playable(call.recording_id))
-    assert running.running
+    running.wait_sentence(mistake)  # until it is mended
+    running.update_env(agent.env())
+    running.hup()
+    running.wait_sentence("all delivered; last: ")
 
 
 def test_sighup_with_another_database_url_moves_to_that_database(
     agent: AgentFactory, frontend: Frontend, db: Database
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     second = Database(db.cluster)
     try:
         running.update_env(agent.env(DATABASE_URL=second.url))
@@ -430,11 +435,16 @@ def silent_listener() -> Iterator[str]:
         yield f"https://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def sockets_to(url: str, kind: str) -> int:
-    """How many of this machine's sockets to that port are in a state (01 open, 02 connecting)."""
+def has_socket_to(agent: Agent, url: str, kind: str) -> bool:
+    """Whether one of its own sockets to that port is in a state (01 open, 02 connecting)."""
     port = int(url.rpartition(":")[2])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[2].endswith(f":{port:04X}") and row[3] == kind for row in rows)
+    found = {row[9] for row in rows if row[2].endswith(f":{port:04X}") and row[3] == kind}
+    own = set()
+    for name in os.listdir(f"/proc/{agent.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            own.add(os.readlink(f"/proc/{agent.pid}/fd/{name}"))
+    return any(f"socket:[{inode}]" in own for inode in found)
 
 
 class Stage:
@@ -488,16 +498,15 @@ def in_the_wait_for_an_upload_s_answer(stage: Stage) -> Agent:
 
 def in_a_connect_that_hangs(stage: Stage) -> Agent:
     url = stage.stack.enter_context(blackhole())
-    waiting = sockets_to(url, "02")
     running = stage.start(FRONTEND_BASE_URL=url)
-    wait_until(lambda: sockets_to(url, "02") > waiting, what="a connect under way")
+    wait_until(lambda: has_socket_to(running, url, "02"), what="a connect under way")
     return running
 
 
 def in_a_tls_handshake_that_hangs(stage: Stage) -> Agent:
     url = stage.stack.enter_context(silent_listener())
     running = stage.start(FRONTEND_BASE_URL=url)
-    wait_until(lambda: sockets_to(url, "01"), what="a connection")
+    wait_until(lambda: has_socket_to(running, url, "01"), what="a connection")
     return running
 
 
@@ -519,7 +528,7 @@ def without_a_database(stage: Stage) -> Agent:
 def in_a_database_connect_that_hangs(stage: Stage) -> Agent:
     url = stage.stack.enter_context(silent_listener())
     running = stage.start(DATABASE_URL=url.replace("https://", "postgresql://voicebot@") + "/x")
-    wait_until(lambda: sockets_to(url, "01"), what="a connection")
+    wait_until(lambda: has_socket_to(running, url, "01"), what="a connection")
     return running
 
 
@@ -529,7 +538,7 @@ def in_a_statement_that_hangs(stage: Stage) -> Agent:
     url = db.url_through(proxy.port)
     running = stage.start(DATABASE_URL=url, SYNC_POLL_INTERVAL_SEC=0.5)
     stage.frontend.wait(lambda: not db.pending() and not uploads(db))
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     proxy.silence_open()
     wait_until(lambda: proxy.held_back, what="a statement that nobody answers")
     return running
@@ -803,28 +812,29 @@ def test_state_file_says_who_since_when_and_what(
 ) -> None:
     before = time.time()
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     content = running.state()
     assert before - 1 <= content.pop("since") <= content.pop("at") <= time.time()
     assert content == {
         "pid": running.pid,
-        "sentence": "idle: nothing to send",
+        "sentence": "all delivered; nothing was sent yet",
+        "told": [],
         "standby": False,
         "listening": True,
         "inflight": 0,
         "outages": [],
         "progress": None,
-        "settings": {"trouble": None, "held": {}},
+        "settings": {"trouble": None},
     }
     backend.end_call(recording=False)
-    wait_until(lambda: "sent 3 entries" in running.state()["sentence"], what="the sentence")
+    wait_until(lambda: "last: 3 entries" in running.state()["sentence"], what="the sentence")
 
 
 def test_state_file_shows_an_upload_s_progress_and_then_its_end(
     agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
 ) -> None:
     running = agent(notify=notify)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     frontend.read_rate = 500_000
     call = backend.end_call(seconds=90)
 
@@ -840,9 +850,9 @@ def test_state_file_shows_an_upload_s_progress_and_then_its_end(
     running.hup()  # what follows has other connections; this one goes on
     running.wait_log("was read again")
     wait_until(lambda: (upload() or {"bytes": 0})["bytes"] > progress["bytes"], what="more of it")
-    notify.wait_for("uploaded 1 recording")
+    notify.wait_for("and 1 recording at")
     # Not before the next poll in five minutes, but now.
-    wait_until(lambda: "uploaded 1 recording" in running.state()["sentence"], 5, "the end")
+    wait_until(lambda: "and 1 recording at" in running.state()["sentence"], 60, "the end")
     assert running.state()["progress"] is None
 
 
@@ -868,7 +878,7 @@ def test_state_file_shows_how_far_a_drain_is(
     assert set(progress) == {"kind", "entries", "seconds"}
     assert progress["kind"] == "drain" and 0 <= progress["entries"] <= 2
     assert state and state["inflight"] == 1
-    running.wait_sentence("sent 5 entries")
+    running.wait_sentence("last: 5 entries")
     assert running.state()["progress"] is None and running.state()["inflight"] == 0
 
 
@@ -889,7 +899,7 @@ def test_database_restart_is_survived_and_wakes_work_again(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, mode: str
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     db.cluster.restart(mode)
     call = backend.end_call()
     frontend.wait(lambda: frontend.playable(call.recording_id), what="the call after the restart")
@@ -916,7 +926,7 @@ def test_database_that_is_absent_at_start_is_a_state_and_not_a_failure(
     wait_until(lambda: "the database is not there" in running.state()["sentence"])
     proxy.resume()
     frontend.wait(lambda: seq in frontend.seqs())
-    notify.wait_for("STATUS=sent 1 entry")
+    notify.wait_for("STATUS=all delivered; last: 1 entry")
     running.wait_log("the database is there")
 
 

@@ -3,6 +3,7 @@ is overwritten or deleted."""
 
 import os
 import stat
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from agent import AgentFactory
 from backend import Backend, write_wav
 from frontend import Frontend, Reply
 from pg import Database
-from settings import AUDIO, Desired, Puller, announcement
+from settings import AUDIO, Desired, Puller, announcement, flow, wait_pulls
 from waiting import wait_until
 
 NAME = "greeting.wav"
@@ -54,6 +55,11 @@ def row(db: Database, name: str = NAME) -> dict[str, Any]:
 
 def make_due(db: Database) -> None:
     db.execute("UPDATE serversync.audio_files SET next_attempt_at = now()")
+
+
+def no_longer_wanted(db: Database) -> None:
+    """For an hour."""
+    db.execute("UPDATE serversync.audio_files SET unwanted = true, next_attempt_at = now()")
 
 
 def test_audio_is_fetched_whole_and_readable_for_the_backend(
@@ -162,37 +168,32 @@ def test_404_is_asked_again_more_and_more_rarely_and_said_once(
     wait_until(lambda: files(backend) == {NAME: sound}, what="the file", state=running.log)
 
 
-def test_an_unchanged_version_is_not_fetched_again_and_an_etag_spares_a_changed_date(
-    pull: Puller, backend: Backend, frontend: Frontend, db: Database, tmp_path: Path
+def test_an_unchanged_version_is_not_fetched_again(
+    pull: Puller, frontend: Frontend, db: Database, tmp_path: Path
 ) -> None:
-    sound = wav(tmp_path)
-    frontend.pages[AUDIO + NAME] = Reply(200, {"ETag": '"one"'}, sound)
+    frontend.pages[AUDIO + NAME] = wav(tmp_path)
     wants(frontend, NAME)
     for _ in range(3):
         pull()
         assert pull.audio() == []
     paths = [request.path for request in frontend.requests]
     assert paths.count(AUDIO + NAME) == 1
-    frontend.pages[AUDIO + NAME] = Reply(304)
     wants(frontend, NAME, at="2026-11-18T10:00:00+00:00")
     pull()
-    before = (backend.announcements_dir / NAME).stat()
-    assert pull.audio() == [] and frontend.requests[-1].headers["If-None-Match"] == '"one"'
-    assert (backend.announcements_dir / NAME).stat() == before
+    assert pull.audio() == []
     assert row(db)["fetched"].startswith("2026-11-18T10")
 
 
 def test_a_file_that_somebody_deleted_is_fetched_again(
     pull: Puller, backend: Backend, frontend: Frontend, tmp_path: Path
 ) -> None:
-    frontend.pages[AUDIO + NAME] = Reply(200, {"ETag": '"one"'}, wav(tmp_path))
+    frontend.pages[AUDIO + NAME] = wav(tmp_path)
     wants(frontend, NAME)
     pull()
     pull.audio()
     before = files(backend)
     (backend.announcements_dir / NAME).unlink()
     assert pull.audio() == [] and files(backend) == before
-    assert "If-None-Match" not in frontend.requests[-1].headers
 
 
 def test_what_is_no_longer_referenced_goes_one_hour_later(
@@ -207,10 +208,12 @@ def test_what_is_no_longer_referenced_goes_one_hour_later(
     assert pull.audio() == []
     wants(frontend, *names[:2])
     pull()
+    left = "SELECT next_attempt_at - now() FROM serversync.audio_files WHERE unwanted"
+    assert timedelta(minutes=50) < db.value(left) <= timedelta(hours=1)
     running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
-    wait_until(lambda: row(db, names[2])["unwanted"] > 0, what="its time")
-    assert set(files(backend)) == set(names)
-    db.execute("UPDATE serversync.audio_files SET unwanted = unwanted + 3600")
+    wait_pulls(db, 3)
+    assert set(files(backend)) == set(names) and db.value(left) <= timedelta(hours=1)
+    db.execute("UPDATE serversync.audio_files SET next_attempt_at = now() WHERE unwanted")
     running.wait_log("announcement audio third.wav removed")
     assert set(files(backend)) == set(names[:2])
     assert not db.rows("SELECT FROM serversync.audio_files WHERE name = 'third.wav'")
@@ -227,10 +230,10 @@ def test_what_is_referenced_again_within_the_hour_stays(
     pull.audio()
     wants(frontend, names[0])
     pull()
-    db.execute("UPDATE serversync.audio_files SET unwanted = 3000 WHERE name = 'other.wav'")
+    assert row(db, "other.wav")["unwanted"]
     wants(frontend, *names)
     pull()
-    assert row(db, "other.wav")["unwanted"] is None
+    assert not row(db, "other.wav")["unwanted"]
     asked = len(frontend.requests)
     assert pull.audio() == [] and len(frontend.requests) == asked
 
@@ -253,9 +256,9 @@ def test_a_file_of_somebody_else_is_neither_overwritten_nor_deleted(
     troubles = pull.audio()
     assert troubles == ["a file of this name that we did not write is there"] * 3
     assert not [request for request in frontend.requests if AUDIO in request.path]
-    Desired(announcements=[announcement()] * 2).serve(frontend)
+    Desired(announcements=[announcement(), announcement()]).serve(frontend)
+    db.execute("UPDATE serversync.audio_files SET digests = '{1}' WHERE name = 'link.wav'")
     pull()
-    db.execute("UPDATE serversync.audio_files SET unwanted = 9999")
     make_due(db)
     assert pull.audio() == [] and not db.rows("SELECT FROM serversync.audio_files")
     assert files(backend) == before and elsewhere.read_bytes() == b"precious"
@@ -279,7 +282,7 @@ def test_a_file_that_somebody_exchanged_is_not_ours_any_more(
     assert pull.audio() == [] and path.read_bytes() == newer
     path.unlink()
     path.write_bytes(b"another one's")
-    db.execute("UPDATE serversync.audio_files SET unwanted = 9999")
+    no_longer_wanted(db)
     assert pull.audio() == [] and path.read_bytes() == b"another one's"
 
 
@@ -301,11 +304,11 @@ def test_a_kill_around_the_rename_makes_no_stranger_of_our_file(
     pull: Puller, backend: Backend, frontend: Frontend, db: Database, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, renamed: bool, refresh: bool,
 ) -> None:  # fmt: skip
-    put = serversync.AudioStore.put
+    rename = os.rename
 
-    def killed(self: Any, folder: int, download: Any, file: Any) -> None:
+    def killed(*names: Any, **folders: Any) -> None:
         if renamed:
-            put(self, folder, download, file)
+            rename(*names, **folders)
         raise SystemExit("killed")
 
     frontend.pages[AUDIO + NAME] = sound = wav(tmp_path)
@@ -318,12 +321,44 @@ def test_a_kill_around_the_rename_makes_no_stranger_of_our_file(
         pull()
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(serversync.AudioStore, "put", killed)
+            patch.setattr(os, "rename", killed)
             pull.audio()
     assert pull.audio() == [] and files(backend) == {NAME: sound}
-    assert len(row(db)["files"]) == 1
-    db.execute("UPDATE serversync.audio_files SET unwanted = 9999")
+    assert len(row(db)["digests"]) == 1
+    no_longer_wanted(db)
     assert pull.audio() == [] and files(backend) == {}
+
+
+def test_two_that_fetch_one_file_make_no_stranger_of_it(
+    pull: Puller, backend: Backend, frontend: Frontend, db: Database, tmp_path: Path
+) -> None:
+    frontend.pages[AUDIO + NAME] = wav(tmp_path)
+    wants(frontend, NAME)
+    pull()
+    done: list[list[str]] = []
+
+    def as_well() -> None:
+        if not done:
+            done.append([])
+            frontend.pages[AUDIO + NAME] = wav(tmp_path, seed=2)
+            done.append(pull.audio())
+
+    assert pull.audio(as_well) == [] and done == [[], []]
+    assert row(db)["error"] is None
+    wants(frontend, NAME, at="2026-11-18T10:00:00Z")
+    frontend.pages[AUDIO + NAME] = sound = wav(tmp_path, seed=3)
+    pull()
+    assert pull.audio() == [] and files(backend) == {NAME: sound}
+
+
+def test_names_that_are_no_text_are_no_obstacle(
+    pull: Puller, backend: Backend, frontend: Frontend, tmp_path: Path
+) -> None:
+    frontend.pages[AUDIO + NAME] = wav(tmp_path)
+    Path(os.fsdecode(os.fsencode(backend.announcements_dir) + b"/\xff.wav")).touch()
+    wants(frontend, NAME)
+    pull()
+    assert pull.audio() == [] and len(files(backend)) == 2
 
 
 def test_leftovers_are_removed_but_not_what_is_being_fetched(
@@ -346,7 +381,7 @@ def test_a_directory_that_is_missing_is_said_and_the_settings_are_applied(
 ) -> None:
     wants(frontend, NAME)
     directory = tmp_path / "not there"
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2, SYNC_ANNOUNCEMENTS_DIR=directory)
+    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2, ANNOUNCEMENT_AUDIO_DIR=directory)
     running.wait_log(f"has to wait: {directory}: No such file or directory")
     assert db.value("SELECT count(*) FROM announcements") == 1
     directory.mkdir()
@@ -355,7 +390,7 @@ def test_a_directory_that_is_missing_is_said_and_the_settings_are_applied(
     wait_until((directory / NAME).exists, what="the file", state=running.log)
 
 
-def test_entries_pass_a_slow_download_and_a_stop_ends_it(
+def test_a_call_and_its_recording_pass_a_slow_download_and_a_stop_ends_it(
     agent: AgentFactory, backend: Backend, frontend: Frontend, tmp_path: Path
 ) -> None:
     sound = tmp_path / "long.wav"
@@ -369,8 +404,8 @@ def test_entries_pass_a_slow_download_and_a_stop_ends_it(
         what="the download",
         state=running.log,
     )
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
+    call = backend.end_call()
+    frontend.wait(lambda: call.call_log_id in frontend.files, what="the call's recording")
     assert NAME not in files(backend), "the download was over before"
     code, seconds = running.stop()
     assert code == 0 and seconds < 10
@@ -390,6 +425,42 @@ def test_a_large_file_does_not_go_through_memory(
     running.wait_log(f"announcement audio {NAME} fetched (10.2 MB)")
     assert files(backend) == {NAME: sound}
     assert running.rss_peak_kib() - before < 6 * 1024
+
+
+def test_the_audio_of_an_announcement_that_is_bad_now_stays(
+    pull: Puller, backend: Backend, frontend: Frontend, db: Database, tmp_path: Path
+) -> None:
+    frontend.pages[AUDIO + NAME] = wav(tmp_path)
+    wants(frontend, NAME)
+    pull()
+    pull.audio()
+    wanted = frontend.pages["/api/announcements"]
+    assert isinstance(wanted, dict)
+    wanted["announcements"][0]["name"] = "x" * 101
+    pull()
+    assert not row(db)["unwanted"]
+    wanted["announcements"] = [announcement()]
+    pull()
+    assert row(db)["unwanted"]
+
+
+def test_the_audio_of_a_flow_that_is_bad_now_stays_as_the_flow_does(
+    pull: Puller, backend: Backend, frontend: Frontend, db: Database, tmp_path: Path
+) -> None:
+    for name in (NAME, "newer.wav"):
+        frontend.pages[AUDIO + name] = wav(tmp_path)
+    sound = announcement(audioFileUrl=AUDIO + NAME)
+    plays = flow(announcementId=sound["id"])
+    Desired(announcements=[sound], flows=[plays]).serve(frontend)
+    pull()
+    assert pull.audio() == []
+    sound["audioFileUrl"] = AUDIO + "newer.wav"
+    Desired(announcements=[sound], flows=[plays | {"timeoutSec": 2.5}]).serve(frontend)
+    pull()
+    assert pull.audio() == [] and not row(db)["unwanted"] and len(files(backend)) == 2
+    Desired(announcements=[sound], flows=[plays]).serve(frontend)
+    pull()
+    assert row(db)["unwanted"]
 
 
 def test_trouble_with_the_frontend_does_not_ask_for_every_file(

@@ -1,6 +1,7 @@
 """`serversync setup`, which prepares a database for a role of few rights; and who acts when root or
 somebody else types a command."""
 
+import contextlib
 import json
 import os
 import pwd
@@ -23,12 +24,14 @@ from backend import Backend
 from desk import Desk, Typist, assert_plain, bury, state_file, state_of
 from frontend import Frontend
 from ledger import receipts
-from machine import STRANGER, booted, needs_root
-from pg import Cluster, Database
+from machine import STRANGER, booted, in_mounts, needs_root
+from pg import OWNER, SCHEMA, Cluster, Database
 from test_state import OLD_TRIGGER, SCHEMA_V1
 from waiting import wait_until
+from web import a_place
 
 OTHER_USER = "nobody"
+MANUAL = Path(__file__).resolve().parent.parent / "packaging/debian/man/serversync.8.md"
 INDEX = """
     SELECT i.indisvalid, pg_get_indexdef(i.indexrelid)
     FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
@@ -75,7 +78,7 @@ class Role:
 
     def __init__(self, db: Database) -> None:
         self.name = f"Role of {db.name}"
-        self.url = db.cluster.url(db.name, user=self.name.replace(" ", "%20"))
+        self.url = db.cluster.url(db.name, user=self.name)
         self.admin_url = db.cluster.url(db.name, user="postgres")
         self.setup = ("setup", "--admin-url", self.admin_url)
 
@@ -117,7 +120,7 @@ def assert_works(
 ) -> Agent:
     """An agent with this role goes on with nothing less."""
     running = agent(DATABASE_URL=role.url, SYNC_POLL_INTERVAL_SEC=3600)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     call = backend.end_call()
     frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
     wait_until(lambda: not call.directory.exists(), what="its deletion", state=running.log)
@@ -130,6 +133,19 @@ def assert_works(
 
 
 # -- what it makes --------------------------------------------------------------------------------
+
+
+def test_a_database_that_quotes_all_names_keeps_what_setup_made(
+    agent: AgentFactory, db: Database, role: Role
+) -> None:
+    with db.admin() as admin:
+        admin.execute(f'ALTER DATABASE "{db.name}" SET quote_all_identifiers = on')
+    desk = Desk(agent)
+    desk(*role.setup, DATABASE_URL=role.url)
+    key = "SELECT 'sync_outbox'::regclass::oid, 'serversync_keys'::regclass::oid"
+    before = db.rows(key)
+    again = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    assert set(again.values()) == {"there"} and db.rows(key) == before
 
 
 def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothing(
@@ -271,6 +287,17 @@ def test_the_tables_of_an_earlier_role_are_handed_over(
     assert db.rows(owners) == [(role.name,)]
 
 
+def test_a_routine_of_an_earlier_role_does_not_keep_a_new_one_away(
+    desk: Desk, db: Database, role: Role
+) -> None:
+    """A new name, for the old one's password is known to others."""
+    desk("once")  # as the backend's own role
+    db.execute("CREATE PROCEDURE serversync.evil() LANGUAGE sql AS 'SELECT 1'")
+    db.execute("CREATE AGGREGATE serversync.worse(*) (SFUNC = int8inc, STYPE = int8, INITCOND = 0)")
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+
+
 def test_a_transaction_that_lasts_is_named_and_what_it_left_half_done_is_finished(
     desk: Desk, backend: Backend, db: Database, role: Role
 ) -> None:
@@ -279,6 +306,9 @@ def test_a_transaction_that_lasts_is_named_and_what_it_left_half_done_is_finishe
         refused = desk(*role.setup, DATABASE_URL=role.url, code=None)
         assert refused.returncode not in (0, 2)
         assert "lock timeout" in refused.stderr and "is not there" not in refused.stderr
+        # Who it is; but nobody is told to end what may be a call.
+        assert f"pid {busy.info.backend_pid} (role voicebot, idle in transaction)" in refused.stderr
+        assert "pg_terminate" not in refused.stderr
     if db.rows(INDEX):
         assert not db.rows(INDEX)[0][0]
     done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
@@ -300,7 +330,7 @@ def test_an_invalid_index_is_replaced(
     script = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
     assert script.index("drop index concurrently") < script.index("create index concurrently")
     done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
-    assert done["an invalid index dropped"] == done["index of pending entries"] == "made"
+    assert done["index of pending entries"] == "made"
     (index,) = db.rows(INDEX)
     assert index[0] and "UNIQUE" not in index[1]
 
@@ -357,6 +387,50 @@ def test_a_recordings_directory_that_is_not_there_is_said_at_the_end(
     assert_plain(done.stdout)
 
 
+@pytest.fixture
+def encoded(db: Database, role: Role, request: pytest.FixtureRequest) -> Iterator[Database]:
+    """One with another encoding, which the role is meant for."""
+    name = f"{db.name}_encoded"
+    with db.cluster.admin() as admin:
+        how = f"ENCODING {request.param} LOCALE 'C' TEMPLATE template0 OWNER {OWNER}"
+        admin.execute(f"CREATE DATABASE {name} {how}")
+    made = Database(db.cluster, name)
+    role.url, role.admin_url = (url.replace(db.name, name) for url in (role.url, role.admin_url))
+    role.setup = ("setup", "--admin-url", role.admin_url)
+    made.execute(SCHEMA.read_text())
+    yield made
+    made.drop()
+
+
+@pytest.mark.parametrize("encoded", ["SQL_ASCII"], indirect=True)
+def test_a_database_without_an_encoding_is_set_up_and_delivers(
+    desk: Desk, role: Role, encoded: Database
+) -> None:
+    assert set(steps(desk(*role.setup, DATABASE_URL=role.url).stdout).values()) == {"made", "there"}
+    assert_all_is_there(desk, encoded, role)
+    column = "entity_type, entity_id, payload"
+    encoded.execute(
+        f"INSERT INTO sync_outbox ({column}) VALUES ('schedule', gen_random_uuid(), '{{}}')"
+    )
+
+    desk("once", DATABASE_URL=role.url)
+
+    assert encoded.pending() == []
+
+
+@pytest.mark.parametrize("encoded", ["LATIN1"], indirect=True)
+def test_a_database_of_another_encoding_is_left_alone_and_the_way_out_is_said(
+    desk: Desk, role: Role, encoded: Database
+) -> None:
+    before = catalogs(encoded)
+
+    for more in ((), ("--print-sql",)):
+        refused = desk(*role.setup, *more, DATABASE_URL=role.url, code=78)
+        one_sentence(refused, "its encoding is LATIN1, it must be UTF8", "pg_dump", "-E UTF8")
+
+    assert catalogs(encoded) == before
+
+
 # -- who acts -------------------------------------------------------------------------------------
 
 PEERS = """\
@@ -408,7 +482,12 @@ class Box:
         self.pretend_agent(self._service.pid)
 
     def pretend_agent(self, pid: int) -> None:
+        """As it writes its state file itself."""
         (self.runtime_dir / "state.json").write_text(json.dumps(state_file(pid)))
+        self.state_of(os.stat(f"/proc/{pid}").st_uid)
+
+    def state_of(self, owner: int) -> None:
+        os.chown(self.runtime_dir / "state.json", owner, -1)
 
     def __call__(
         self, *args: str, code: int = 0, prefix: Sequence[str] = ()
@@ -478,7 +557,7 @@ def test_commands_typed_by_root_find_the_agent_that_runs_as_somebody_else(
     box("setup")
     running = Agent({}, args=box.command("run"), prefix=STRANGER, runtime_dir=box.runtime_dir)
     try:
-        running.wait_sentence("idle", 60)
+        running.wait_sentence("all delivered", 60)
         assert f"(pid {running.pid})" in box("status").stdout
         call = box.backend.end_call()
         frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
@@ -490,14 +569,35 @@ def test_commands_typed_by_root_find_the_agent_that_runs_as_somebody_else(
 
 
 @needs_root
-def test_run_typed_by_root_is_the_service_s_user_s_or_does_not_run(
+def test_a_state_file_that_names_somebody_else_s_process_does_not_say_who_root_becomes(
+    box: Box,
+) -> None:
+    """Whom the database sees; without anybody to believe that is the package's user."""
+    (users := box.directory / "passwd").write_text(
+        f"{Path('/etc/passwd').read_text()}serversync:x:64999:64999::/:/bin/false\n"
+    )
+    installed = in_mounts(f"mount --bind {users} /etc/passwd")
+    other = pwd.getpwnam("daemon").pw_uid
+    for process, owner, name in (
+        (box.user.pw_uid, box.user.pw_uid, box.user.pw_name),
+        (box.user.pw_uid, other, "serversync"),
+        (0, other, "serversync"),
+    ):
+        box.pretend_service() if process else box.pretend_agent(os.getpid())
+        box.state_of(owner)
+        refused = box("dlq", "list", prefix=installed, code=69)
+        assert f'"{name}"' in refused.stderr
+
+
+@needs_root
+def test_what_root_types_is_the_service_s_user_s_or_does_not_run(
     box: Box, frontend: Frontend
 ) -> None:
     box.pretend_service()
     box("setup")
     running = Agent({}, args=box.command("run"), runtime_dir=box.runtime_dir)
     try:
-        running.wait_sentence("idle", 60)
+        running.wait_sentence("all delivered", 60)
         status = Path(f"/proc/{running.pid}/status").read_text()
         mine = {*re.findall(r"^[UG]id:\t(.*)$", status, re.MULTILINE)}
         assert mine == {"\t".join(4 * [str(box.user.pw_uid)])}
@@ -507,9 +607,10 @@ def test_run_typed_by_root_is_the_service_s_user_s_or_does_not_run(
         running.close()
 
     # By sudo, and with nobody to become.
-    refused = run_once({"SUDO_UID": "1000"}, 60, box.command("run"))
-    assert refused.returncode == 78
-    one_sentence(refused, "run does not stay root")
+    for command in (["run"], ["once"], ["settings", "pull"], ["admin", "--listen", a_place()]):
+        refused = run_once({"SUDO_UID": "1000"}, 60, box.command(*command))
+        assert refused.returncode == 78
+        one_sentence(refused, f"{command[0]} does not stay root")
 
 
 @needs_root
@@ -544,6 +645,7 @@ def test_root_becomes_whom_the_unit_names_whatever_a_state_file_says(box: Box) -
         prefix = booted(box.directory, LoadState="loaded", User=OTHER_USER)
         refused = box("dlq", "list", prefix=prefix, code=69).stderr
         assert f'role "{OTHER_USER}" does not exist' in refused
+        assert refused.endswith(": run: sudo serversync setup\n")  # not what was just typed
 
 
 def test_the_superuser_s_session_calls_nothing_that_the_backend_made(
@@ -623,12 +725,12 @@ def test_setup_runs_nothing_as_the_superuser_that_the_role_owns(
 ) -> None:
     desk(*role.setup, DATABASE_URL=role.url)
     attacker.runs(
-        attacker.trap("serversync.evil()", "int", "3"),
+        attacker.trap("serversync.evil()", "int", f"{serversync.SCHEMA_VERSION}"),
         "DROP TABLE serversync.schema_version",
         "CREATE VIEW serversync.schema_version AS SELECT serversync.evil() AS number",
         "ALTER TABLE serversync.sender RENAME TO was_sender",
         "CREATE VIEW serversync.sender AS SELECT root_id FROM serversync.was_sender"
-        " WHERE serversync.evil() = 3",
+        f" WHERE serversync.evil() = {serversync.SCHEMA_VERSION}",
     )
     for more in ([], ["--print-sql"]):
         desk(*role.setup, *more, DATABASE_URL=role.url)
@@ -688,20 +790,42 @@ def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
     assert_all_is_there(desk, db, role)
 
 
-def test_a_routine_of_the_role_s_does_not_keep_the_mend_away(
-    desk: Desk, role: Role, attacker: Attacker, db: Database
-) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
+def as_the_first_edition_had_it(db: Database, attacker: Attacker) -> None:
+    """The trigger calls a function of the role's."""
     with db.admin() as admin:
         admin.execute("DROP FUNCTION serversync_wake CASCADE")
         attacker.runs(attacker.trap("serversync.wake()"))
         admin.execute(OLD_TRIGGER)
+
+
+def test_a_routine_of_the_role_s_does_not_keep_the_mend_away(
+    desk: Desk, role: Role, attacker: Attacker, db: Database
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    as_the_first_edition_had_it(db, attacker)
     attacker.runs(
         "ALTER FUNCTION serversync.wake() RENAME TO evil",
         "CREATE PROCEDURE serversync.wake() LANGUAGE sql AS 'SELECT 1'",
     )
     assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["NOTIFY trigger"] == "made"
     attacker.gets_nothing_from_others()
+
+
+def test_a_disabled_trigger_is_left_alone_only_where_its_function_is_the_owner_s(
+    desk: Desk, role: Role, attacker: Attacker, db: Database
+) -> None:
+    """Whoever enables it again does not look at what it runs."""
+    state = "SELECT tgfoid::regproc::text, tgenabled FROM pg_trigger WHERE tgname ~ 'serversync'"
+    desk(*role.setup, DATABASE_URL=role.url)
+    for made, after in (("there", "D"), ("made", "O")):
+        db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+        done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+        assert done["NOTIFY trigger"] == made
+        assert db.rows(state) == [("serversync_wake", after)]
+        with db.admin() as admin:
+            admin.execute("DROP FUNCTION serversync_wake CASCADE")
+            attacker.runs(attacker.trap("serversync.wake()"))
+            admin.execute(OLD_TRIGGER)
 
 
 def test_the_name_of_the_outbox_s_schema_is_no_command(
@@ -718,6 +842,127 @@ def test_the_name_of_the_outbox_s_schema_is_no_command(
         is_super = admin.execute(query).fetchall()
         admin.execute("ALTER ROLE voicebot NOSUPERUSER")
     assert is_super == [(False,)]
+
+
+def test_a_function_of_our_name_that_fits_better_is_told_and_not_called_as_the_manual_says(
+    desk: Desk, role: Role, attacker: Attacker, db: Database
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    with db.admin() as admin:
+        admin.execute(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+    # Untyped literals are text before anything else.
+    better = "serversync_enqueue(text,text,text,text)"
+    attacker.runs(attacker.trap(f"public.{better}", "bigint", "7"))
+    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["enqueue"] == "there"
+    told = next(each for each in checks(desk, role) if each["name"] == "rights")
+    assert told["status"] == "warning" and f"{better} of role {role.name}" in told["text"]
+    assert "text, text, text, text" in db.paste(told["hint"])
+    call = re.search(r"^select [a-z.]*serversync_enqueue\(.*?;$", MANUAL.read_text(), re.M | re.S)
+    assert call
+    with db.admin() as admin:
+        assert admin.execute(call[0]).fetchall() == [(1,)]
+    attacker.got_nothing()
+
+
+# Whatever it is written into, it would end it and do something else.
+ODD = "\"';touch pwned;$(touch pwned) `touch pwned`$$%I%s\\"
+ODDER = f"{ODD}\nb"
+
+
+@pytest.mark.parametrize("odd_name", [ODD, ODDER], ids=["one line", "two lines"])
+def test_names_of_any_characters_are_names_wherever_they_are_written(
+    frontend: Frontend, tmp_path: Path, cluster: Cluster, odd_name: str
+) -> None:
+    odd = Database(cluster, cluster.create(name=odd_name))
+    role, backend = Role(odd), Backend(odd, tmp_path / "backend")
+    env = agent_env(odd, frontend, backend, DATABASE_URL=role.url, SYNC_FILE_GRACE_SEC=0)
+    assert odd_name in role.name and run_once(env, args=role.setup).returncode == 0
+    name, well = psycopg.sql.Identifier(odd_name), odd_name == ODD  # hints are of one line
+    with odd.admin() as admin:
+        for text in (
+            "CREATE SCHEMA {0} AUTHORIZATION voicebot",
+            "ALTER TABLE sync_outbox SET SCHEMA {0}",
+            "ALTER TABLE recordings SET SCHEMA {0}",
+            "ALTER TABLE system_settings SET SCHEMA {0}",
+            "DROP FUNCTION serversync_wake, serversync_enqueue CASCADE",
+            "ALTER ROLE voicebot IN DATABASE {0} SET search_path = {0}",
+            "CREATE SCHEMA archive CREATE TABLE sync_outbox (id int)",
+        ):
+            admin.execute(psycopg.sql.SQL(text).format(name))
+        refused = run_once(env, args=role.setup)
+        assert refused.returncode == 78 and "which is the backend's" in refused.stderr
+        for line in refused.stderr.splitlines()[1:]:
+            odd.paste(line.removeprefix("serversync: "), well)
+        admin.execute("DROP SCHEMA archive CASCADE")
+    odd.close()
+    done = run_once(env, args=role.setup)
+    assert done.returncode == 0, done.stderr
+    odd.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+    call = backend.end_call()
+    shutil.rmtree(call.directory)
+    seq = run_once(env, args=("enqueue", "x", str(uuid.uuid4())), stdin="{}").stdout
+    found = json.loads(run_once(env, args=("doctor", "--json")).stdout)["checks"]
+    hints = {each["name"]: each["hint"] for each in found if "psql" in each["hint"]}
+    assert set(hints) == {"trigger"}
+    odd.paste(hints["trigger"], well)
+    assert set(steps(run_once(env, args=role.setup).stdout).values()) == {"there"}
+    assert run_once(env).returncode == 75  # the recording waits for its file
+    assert int(seq) in frontend.seqs()
+    enabled = odd.value("SELECT tgenabled FROM pg_trigger WHERE tgname ~ 'serversync'")
+    assert enabled == ("O" if well else "D")
+    odd.drop()
+
+
+def test_a_name_that_a_terminal_would_obey_is_not_printed_as_it_is(
+    desk: Desk, db: Database, role: Role
+) -> None:
+    db.execute('CREATE SCHEMA "a\x1b[2J\x9b31m\u202eb"; ALTER TABLE sync_outbox'
+               ' SET SCHEMA "a\x1b[2J\x9b31m\u202eb"')  # fmt: skip
+    # Desk looks at every character.
+    printed = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
+    assert '"a [2J 31m b".sync_outbox' in printed
+
+
+def test_a_line_of_doctor_s_runs_nothing_of_the_role_s_but_as_the_role(
+    desk: Desk, backend: Backend, role: Role, attacker: Attacker, db: Database
+) -> None:
+    """It may put what it likes before the tables and functions that its own sessions find."""
+    desk(*role.setup, DATABASE_URL=role.url)
+    shutil.rmtree(backend.end_call().directory)
+    speaks = f'1"; touch pwned; $(touch pwned); ALTER ROLE "{role.name}" SUPERUSER; --\n'
+    text = psycopg.sql.Literal(speaks).as_string(None)
+    attacker.runs(
+        attacker.trap("serversync.evil()", "int", "3"),
+        attacker.trap("serversync.quote_ident(name)", "text", text),
+        attacker.trap("serversync.has_table_privilege(name, regclass, text)", "boolean", "false"),
+        "CREATE VIEW serversync.sync_outbox AS SELECT * FROM public.sync_outbox"
+        " WHERE serversync.evil() = 3",
+        f'ALTER ROLE "{role.name}" IN DATABASE {db.name}'
+        " SET search_path = serversync, pg_catalog, public",
+        "INSERT INTO serversync.waiting (outbox_id, entity_id, entity_type, is_file, code, reason,"
+        " next_attempt_at) VALUES (99, gen_random_uuid(), 'x', false, 'ROW_CORRUPT', '', now())",
+    )
+    hints = lines_to_paste(desk, role)
+    assert hints["rights"] == "sudo serversync setup"
+    assert "psql" in hints["corrupt rows"]
+    for hint in hints.values():
+        assert ("psql" in hint) == hint.startswith("sudo -u"), hint
+        if "psql" in hint:
+            db.paste(hint)
+            attacker.got_nothing()
+
+    attacker.runs(
+        "ALTER TABLE serversync.waiting RENAME TO w",
+        f"CREATE VIEW serversync.waiting AS SELECT {text} AS outbox_id, code, entity_type"
+        " FROM serversync.w",
+    )
+    hints = lines_to_paste(desk, role)
+    assert hints["corrupt rows"] and not any("pwned" in hint for hint in hints.values())
+
+
+def lines_to_paste(desk: Desk, role: Role) -> dict[str, str]:
+    found = desk.json("doctor", code=None, DATABASE_URL=role.url, SYNC_FILE_GRACE_SEC=0)["checks"]
+    return {each["name"]: each["hint"] for each in reversed(found) if each["hint"]}
 
 
 def checks(desk: Desk, role: Role) -> list[dict[str, str]]:
@@ -740,12 +985,96 @@ def test_what_others_put_beside_the_outbox_under_our_names_is_not_used(
         attacker.trap(f"{name}idempotency_key text DEFAULT NULL)", "bigint", "1"),
         "CREATE TABLE public.serversync_keys (key text PRIMARY KEY, digest bytea,"
         " outbox_id bigint, expires_at timestamptz)",
+        attacker.trap("serversync.evil()"),
         "CREATE TRIGGER evil BEFORE INSERT ON public.serversync_keys"
-        " FOR EACH ROW EXECUTE FUNCTION public.serversync_wake()",
+        " FOR EACH ROW EXECUTE FUNCTION serversync.evil()",
     )
     desk(*role.setup, DATABASE_URL=role.url)
     attacker.gets_nothing_from_others()
     attacker.may_not(attacker.trap("public.serversync_wake()"))
+
+
+FOREIGN = {
+    "a view": ["CREATE VIEW public.serversync_keys AS SELECT 1"],
+    "a sequence": ["CREATE SEQUENCE public.serversync_keys"],
+    "a type": ["CREATE DOMAIN public.serversync_keys AS int"],
+    "a table that is used": [
+        "CREATE TABLE public.serversync_keys (a int)",
+        "CREATE VIEW uses_it AS SELECT * FROM public.serversync_keys",
+    ],
+    "a function": [
+        "CREATE FUNCTION public.serversync_wake() RETURNS int LANGUAGE sql AS 'SELECT 1'"
+    ],
+    "a procedure": [
+        "CREATE PROCEDURE public.serversync_enqueue(text, uuid, jsonb, text)"
+        " LANGUAGE sql AS 'SELECT 1'"
+    ],
+    "the index's name": ["CREATE TABLE public.sync_outbox_serversync_pending ()"],
+    "an index elsewhere": [
+        "CREATE TABLE uses_it (id int)",
+        "CREATE INDEX sync_outbox_serversync_pending ON uses_it (id)",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_others_made_under_our_names_and_cannot_be_replaced_is_named_and_nothing_is_done(
+    desk: Desk, role: Role, attacker: Attacker, db: Database, kind: str
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    with db.admin() as admin:
+        admin.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
+        admin.execute("DROP TABLE serversync_keys")
+        if "index" in kind:
+            admin.execute("DROP INDEX sync_outbox_serversync_pending")
+        admin.execute(f'REVOKE ALL ON recordings FROM "{role.name}"')  # would be granted again
+        admin.execute(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+    attacker.runs(*FOREIGN[kind])
+    before = catalogs(db)
+    refused = desk(*role.setup, DATABASE_URL=role.url, code=78)
+    assert catalogs(db) == before and refused.stdout == ""
+    (name,) = set(re.findall(r"(?:public\.| )(serversync_\w+|sync_outbox_\w+)", FOREIGN[kind][-1])
+                  or ["serversync_keys"])  # fmt: skip
+    one_sentence(refused, name, f"of role {role.name}", "rename or drop")
+    with db.admin() as admin:
+        admin.execute(f'DROP OWNED BY "{role.name}" CASCADE')
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+
+
+def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended_by_the_line(
+    desk: Desk, role: Role, attacker: Attacker, db: Database
+) -> None:
+    desk(*role.setup, DATABASE_URL=role.url)
+    as_the_first_edition_had_it(db, attacker)
+    # What keeps the superuser's session waiting, then the role's own.
+    for statement in ("SELECT FROM sync_outbox LIMIT 0", "LOCK TABLE serversync.sender"):
+        with contextlib.closing(psycopg.connect(role.url)) as session:
+            session.execute(statement)
+            refused = desk(*role.setup, DATABASE_URL=role.url, code=69)
+            pid = session.info.backend_pid
+            one_sentence(refused, f"pid {pid} (role {role.name}, idle in transaction)")
+            db.paste(refused.stderr.strip().partition("or end it: ")[2])
+            desk(*role.setup, DATABASE_URL=role.url)
+    with db.admin() as admin, contextlib.ExitStack() as stack:
+        admin.execute("DROP FUNCTION serversync_wake CASCADE")
+        attacker.runs(attacker.trap("serversync.wake()"))
+        admin.execute(OLD_TRIGGER)
+        for _ in range(12):  # the line is whole however many there are
+            session = stack.enter_context(contextlib.closing(psycopg.connect(role.url)))
+            session.execute("SELECT FROM sync_outbox LIMIT 0")
+        refused = desk(*role.setup, DATABASE_URL=role.url, code=69)
+        one_sentence(refused, " and 9 more holds it")
+        db.paste(refused.stderr.strip().partition("or end it: ")[2])
+        desk(*role.setup, DATABASE_URL=role.url)
+    attacker.gets_nothing_from_others()
+    with contextlib.closing(psycopg.connect(role.url, autocommit=True)) as session:
+        session.execute("SELECT pg_advisory_lock(%s)", (serversync.LOCK_KEY,))
+        session.execute("DROP SCHEMA serversync CASCADE")
+        refused = desk(*role.setup, DATABASE_URL=role.url, code=69)
+        assert f"pid {session.info.backend_pid} of the database holds the lock" in refused.stderr
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
 
 
 # -- whose outbox ---------------------------------------------------------------------------------
@@ -822,10 +1151,54 @@ def test_of_two_outboxes_the_role_must_be_told_which(
         assert catalogs(db) == before
         assert_plain(refused.stderr)
         assert f"archive.sync_outbox, {schema}.sync_outbox" in refused.stderr
-        (line,) = [each for each in refused.stderr.splitlines() if each.endswith(f' "{schema}";')]
-        admin.execute(line.removeprefix("serversync: "))
+        (line,) = [each for each in refused.stderr.splitlines() if each.endswith(f' "{schema}"\'')]
+    db.paste(line.removeprefix("serversync: "))
     desk(*role.setup, DATABASE_URL=role.url)
     assert_all_is_there(desk, db, role)
     seq = backend.enqueue()
     assert agent.once(DATABASE_URL=role.url).returncode == 0
     assert frontend.seqs() == [seq]
+
+
+@pytest.mark.parametrize("schema", ["voice", "public"])
+def test_a_table_of_the_role_s_own_is_not_taken_for_the_backend_s_beside_another(
+    desk: Desk, db: Database, role: Role, attacker: Attacker, schema: str
+) -> None:
+    """Its search_path is its own, too; up to PostgreSQL 14 it may make tables in public."""
+    if schema != "public":
+        move_backend(db, schema)
+    other = "public" if schema == "voice" else "archive"
+    with db.admin() as admin:
+        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
+        admin.execute("CREATE SCHEMA archive")
+        admin.execute(f'GRANT CREATE, USAGE ON SCHEMA public, archive TO "{role.name}"')
+    attacker.runs(
+        f"CREATE TABLE {other}.sync_outbox (id bigint, processed_at timestamptz)",
+        f'ALTER ROLE "{role.name}" IN DATABASE {db.name} SET search_path = {other}',
+    )
+    before = catalogs(db)
+    refused = desk(*role.setup, DATABASE_URL=role.url, code=78).stderr
+    assert catalogs(db) == before
+    assert f"{other}.sync_outbox" in refused and f"{schema}.sync_outbox" in refused
+    (_, line) = refused.splitlines()  # its own is not offered
+    db.paste(line.removeprefix("serversync: "))
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+    hung_on = "SELECT relnamespace::regnamespace::text FROM pg_trigger JOIN pg_class c"
+    assert db.value(f"{hung_on} ON c.oid = tgrelid WHERE tgname ~ 'serversync'") == schema
+
+
+def test_an_outbox_of_the_role_s_own_is_the_backend_s_where_there_is_no_other(
+    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role
+) -> None:
+    with db.admin() as admin:
+        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
+        for table in ("sync_outbox", "recordings", "system_settings"):
+            admin.execute(f'ALTER TABLE {table} OWNER TO "{role.name}"')
+    desk(*role.setup, DATABASE_URL=role.url)
+    assert_all_is_there(desk, db, role)
+    with db.admin() as admin:
+        admin.execute("INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+                      " VALUES ('x', gen_random_uuid(), '{}')")  # fmt: skip
+    assert agent.once(DATABASE_URL=role.url).returncode == 0
+    assert frontend.seqs() == [1]

@@ -140,10 +140,15 @@ BACK_TO_VERSION_2 = """
     BEGIN PERFORM pg_notify('serversync', ''); RETURN NULL; END $$;
     CREATE FUNCTION serversync.enqueue(entity_type text, entity_id uuid, payload jsonb,
         idempotency_key text DEFAULT NULL) RETURNS bigint LANGUAGE sql AS 'SELECT 0::bigint';
+    ALTER TABLE serversync.settings DROP held, ADD digest text,
+        ADD pulls bigint NOT NULL DEFAULT 0, ADD held_counts jsonb,
+        ADD held_times int NOT NULL DEFAULT 0, ADD held_seconds float8 NOT NULL DEFAULT 0;
+    ALTER TABLE serversync.audio_files DROP digests, DROP unwanted, ADD etag text,
+        ADD fetched_at timestamptz, ADD files jsonb NOT NULL DEFAULT '[]', ADD unwanted float8;
 """
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_an_upgraded_schema_is_the_same_as_a_fresh_one(
     agent: AgentFactory, db: Database, version: int
 ) -> None:
@@ -160,9 +165,38 @@ def test_an_upgraded_schema_is_the_same_as_a_fresh_one(
             db.execute(statement)
     else:
         db.execute(BACK_TO_VERSION_2)
+        db.execute("UPDATE serversync.schema_version SET number = %s", (version,))
     db.execute(OLD_TRIGGER)
     assert agent.once().returncode == 0
     assert db.rows(SHAPE) == fresh
+
+
+V1_SETTINGS = """
+    UPDATE serversync.settings
+    SET counts = '{"rules": 9}', digest = 'd', pulls = 7, held_counts = '{"rules": 1}',
+        held_times = 2, held_seconds = 60, pulled_at = '2026-11-18'
+    WHERE section = 'call-actions';
+    INSERT INTO serversync.audio_files (name, version, fetched, fetched_at, files, etag, unwanted)
+    VALUES ('a.wav', '2', '1', now(), '[{"inode": 1}, {"sha256": "a"}, {"sha256": "b"}]', 'e', 99),
+           ('b.wav', '1', NULL, NULL, '[]', NULL, NULL)
+"""
+
+
+def test_what_version_1_knew_of_the_settings_and_put_there_is_still_known(
+    agent: AgentFactory, db: Database
+) -> None:
+    for statement in ("create schema serversync", SCHEMA_V1.read_text(), V1_SETTINGS):
+        db.execute(statement)
+    assert agent.once().returncode == 0
+    [known] = db.rows("SELECT counts, held, pulled_at::date::text FROM serversync.settings"
+                      " WHERE section = 'call-actions'")  # fmt: skip
+    assert known == ({"rules": 9}, {}, "2026-11-18")
+    files = (
+        "SELECT name, version, fetched, digests, unwanted FROM serversync.audio_files ORDER BY 1"
+    )
+    assert db.rows(files) == [
+        ("a.wav", "2", "1", ["a", "b"], False), ("b.wav", "1", None, [], False),
+    ]  # fmt: skip
 
 
 def test_an_upgrade_that_fails_changes_nothing(agent: AgentFactory, db: Database) -> None:
@@ -212,8 +246,8 @@ V1_UPLOADED = """
 
 
 def make_version_1(db: Database) -> None:
-    for statement in ("create schema serversync", SCHEMA_V1.read_text(), serversync.CREATE_INDEX,
-                      OLD_TRIGGER):  # fmt: skip
+    index = serversync.CREATE_INDEX.replace("%1$I.", "")
+    for statement in ("create schema serversync", SCHEMA_V1.read_text(), index, OLD_TRIGGER):
         db.execute(statement)
 
 
@@ -533,7 +567,7 @@ def test_backend_with_a_role_that_knows_nothing_of_our_schema_can_still_insert(
     agent: AgentFactory, db: Database, frontend: Frontend
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     _, url = make_role(
         db,
         "GRANT INSERT ON sync_outbox TO {role}",
@@ -681,7 +715,7 @@ def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     db.execute("revoke select on system_settings from voicebot")
     end_session(db)
     running.wait_log("lacks select on system_settings")
@@ -696,7 +730,7 @@ def test_trigger_that_somebody_disabled_stays_disabled_and_polling_goes_on(
 ) -> None:
     agent.once()
     db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
-    agent(SYNC_POLL_INTERVAL_SEC=0.5).wait_sentence("idle")
+    agent(SYNC_POLL_INTERVAL_SEC=0.5).wait_sentence("all delivered")
     seq = backend.enqueue()
     frontend.wait(lambda: seq in frontend.seqs())
     state = "SELECT tgenabled::text FROM pg_trigger WHERE tgname = 'serversync_wake'"
@@ -901,7 +935,7 @@ def test_failure_whose_row_was_deleted_by_others_does_not_block_its_entity(
     db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
     frontend.poison.clear()
     later = backend.enqueue(entity_id=entity)
-    frontend.wait(lambda: later in frontend.seqs(), 5, "the next entry of the entity")
+    frontend.wait(lambda: later in frontend.seqs(), what="the next entry of the entity")
     assert seq not in frontend.seqs()
 
 
@@ -951,10 +985,10 @@ def test_failure_whose_row_was_marked_by_hand_is_over(
 HELD = """
 import os, time, serversync
 environ = dict(os.environ)
-config = serversync.load_config(serversync.read_env_file(None, environ), environ)
+config = serversync.load_config(serversync.read_env_file(None, environ))
 process = serversync.Process(environ)
 process.install()
-agent = serversync.Agent(config, process, serversync.StateFile({}).write, False)
+agent = serversync.Agent(config, process, lambda **_: "", False)
 agent.hold()
 house = agent.housekeeping
 """
@@ -1052,6 +1086,24 @@ def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(
     assert kept == [recent, pending]
     # The old receipt was the last one written, but pruning goes by time.
     assert db.rows("SELECT outcome, last_seq FROM serversync.deliveries") == [("sent", recent)]
+
+
+def test_rows_of_types_that_are_kept_are_never_pruned_by_the_service_or_by_a_person(
+    agent: AgentFactory, backend: Backend, db: Database
+) -> None:
+    keep: dict[str, Any] = {"SYNC_RETENTION_KEEP": "order, payment", "SYNC_RETENTION_DAYS": 7}
+    kinds = ["order", "schedule", "payment", "schedule"]
+    seqs = [backend.enqueue(kind) for kind in kinds]
+    assert agent.once().returncode == 0
+    age(db, seqs, 40)
+    newest = backend.enqueue()
+    assert agent.once().returncode == 0
+    prune(agent, **keep)
+    left = "SELECT id FROM sync_outbox ORDER BY id"
+    assert [row[0] for row in db.rows(left)] == [seqs[0], seqs[2], newest]
+    assert "0 rows" in agent.once("prune", **keep).stdout
+    assert agent.once("prune", "--yes", **keep).returncode == 0
+    assert [row[0] for row in db.rows(left)] == [seqs[0], seqs[2], newest]
 
 
 def test_pruning_goes_in_chunks_of_a_thousand(
@@ -1223,7 +1275,7 @@ def test_once_ends_with_69_on_a_database_that_is_not_the_backend_s(
 def test_once_ends_with_75_while_another_agent_holds_the_lock(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
-    agent().wait_sentence("idle")
+    agent().wait_sentence("all delivered")
     ended = agent.once()
     assert ended.returncode == 75
     assert "another agent" in ended.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import termios
 import time
 import uuid
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 import serversync
 from agent import Agent, AgentFactory, run_once, write_env_file
 from backend import Backend
-from desk import Desk, Terminal, Typist, give_up
+from desk import CLOCK, Desk, Terminal, Typist, give_up
 from frontend import Frontend, Reply, Request
 from ledger import hold, uploads, waiting
 from machine import NOBODY, NOBODY_APART, in_mounts, needs_root
@@ -28,6 +29,8 @@ NOWHERE = "postgresql://127.0.0.1:9/x"
 SHAPE = {
     "version": 0,
     "device": 0,
+    "host": 0,
+    "utc_offset": 0,
     "at": 0,
     "frontend": 0,
     "outages": 0,
@@ -41,8 +44,9 @@ SHAPE = {
     },
     "dead_letters": {"PENDING", "RETRYING", "RESOLVED", "DEAD"},
     "deliveries": {"last_success_at", "hour", "day"},
-    "settings": {"interval", "trouble", "sections", "audio"},
+    "settings": {"interval", "trouble", "sections", "audio", "pulled_at", "items"},
     "checks": {"listening"},
+    "health": {"state", "sentence"},
 }
 
 
@@ -54,6 +58,15 @@ def desk(agent: AgentFactory) -> Desk:
 def beside(running: Agent) -> dict[str, Any]:
     """The settings of a command that finds this agent's state file."""
     return {"RUNTIME_DIRECTORY": running.runtime_dir}
+
+
+MANY_ROWS = """
+    INSERT INTO sync_outbox (entity_type, entity_id, payload, processed_at)
+    SELECT (array['call_log', 'recording', 'schedule'])[1 + n %% 3], gen_random_uuid(),
+           jsonb_build_object('id', n, 'name', repeat('a name ', 20)),
+           CASE WHEN n %% 2 = 0 THEN now() END
+    FROM generate_series(1, %(count)s::int) n
+"""
 
 
 def rows_of(text: str) -> dict[str, str]:
@@ -80,16 +93,16 @@ def test_a_running_agent_with_nothing_to_do(
 ) -> None:
     before = time.time()
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
 
     screen = desk("status", **beside(running)).stdout
     assert screen.splitlines()[0].split() == [
         *("serversync", f"{serversync.__version__},", "device", "test-device,", "to", frontend.url)
     ]
     rows = rows_of(screen)
-    assert set(rows) == {"agent", "outbox", "dead letters", "delivered", "recordings"}
-    line = rf"running for \d+ (s|min) \(pid {running.pid}\) idle: nothing to send"
-    assert re.fullmatch(line, rows["agent"])
+    assert set(rows) == {"health", "agent", "outbox", "dead letters", "delivered", "recordings"}
+    assert rows["health"] == "all delivered; nothing was sent yet"
+    assert re.fullmatch(rf"running for \d+ (s|min) \(pid {running.pid}\)", rows["agent"])
     assert rows["outbox"] == "nothing pending" and rows["dead letters"] == "none"
     assert rows["delivered"].startswith("never yet; in the last hour 0 entries and 0 recordings")
     assert rows["recordings"].startswith("0 to upload, 0 to delete, ")
@@ -106,7 +119,7 @@ def test_a_running_agent_with_nothing_to_do(
     seen = view["agent"]
     assert (seen["state"], seen["pid"], seen["inflight"]) == ("running", running.pid, 0)
     assert before - 1 <= moment(seen["since"]) <= moment(seen["seen_at"]) <= time.time()
-    assert seen["sentence"] == "idle: nothing to send"
+    assert seen["sentence"] == "all delivered; nothing was sent yet"
     assert view["database"] == {"ok": True, "error": None}
     assert view["outbox"] == {
         "pending": 0,
@@ -122,16 +135,20 @@ def test_a_running_agent_with_nothing_to_do(
     assert view["deliveries"] == {"last_success_at": None, "hour": nothing, "day": nothing}
     assert view["checks"] == {"listening": True}
     assert view["outages"] == [] and view["progress"] is None
+    assert view["health"] == {
+        "state": "good",
+        "sentence": "all delivered; nothing was sent yet",
+    }
 
 
 def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
     desk: Desk, agent: AgentFactory, backend: Backend, db: Database
 ) -> None:
     running = agent()
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     # Another host, or another /run: the database knows that there is one.
     rows = rows_of(desk("status", code=69).stdout)
-    assert rows["agent"] == "not seen here, but another session holds the lock"
+    assert rows["health"] == "the agent is not seen here, but another session holds the lock"
     assert desk.json("status", code=69)["agent"] == {
         "state": "elsewhere",
         **dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight")),
@@ -144,7 +161,8 @@ def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
     backend.enqueue()
     # Its state file is still there.
     rows = rows_of(desk("status", code=69, **beside(running)).stdout)
-    assert rows["agent"] == "not running: sudo systemctl start serversync"
+    assert rows["health"].startswith("the agent is not running: sudo systemctl start serversync")
+    assert rows["health"].endswith("; 1 waiting")
     assert re.fullmatch(r"1 pending, the oldest for \d+ (s|min): schedule 1", rows["outbox"])
     view = desk.json("status", code=69, **beside(running))
     assert view["agent"]["state"] == "stopped" and view["outbox"]["pending"] == 1
@@ -152,12 +170,12 @@ def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
 
 
 def test_a_standby_is_shown_as_one(desk: Desk, agent: AgentFactory) -> None:
-    agent().wait_sentence("idle")
+    agent().wait_sentence("all delivered")
     second = agent()
     second.wait_sentence("standby")
     rows = rows_of(desk("status", **beside(second)).stdout)
     assert rows["agent"].startswith("standby for ")
-    assert rows["agent"].endswith("another agent holds the lock")
+    assert rows["health"] == "standby: another agent holds the lock"
     assert desk.json("status", **beside(second))["agent"]["state"] == "standby"
 
 
@@ -179,7 +197,7 @@ def test_an_agent_that_proc_hides_is_seen_all_the_same(
     the admin interface's unit would never see the agent's."""
     owner = NOBODY if who is NOBODY_APART else ()
     running = agent(prefix=owner, runtime_dir=public)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     settings = write_env_file(public / "settings", agent.env())
     hidden = f"! test -e /proc/{running.pid}"
     prefix = (
@@ -192,7 +210,7 @@ def test_an_agent_that_proc_hides_is_seen_all_the_same(
 
     seen = json.loads(done.stdout)["agent"]
     assert (seen["state"], seen["pid"]) == ("running", running.pid)
-    assert seen["sentence"] == "idle: nothing to send"
+    assert seen["sentence"] == "all delivered; nothing was sent yet"
     assert done.returncode == 0
 
 
@@ -208,11 +226,11 @@ def test_a_clock_that_is_set_right_after_the_start_changes_no_age(
         FAKETIME_NO_CACHE=1,
         FAKETIME_DONT_FAKE_MONOTONIC=1,
     )
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     assert running.state()["since"] < time.time() - 19_999 * 86_400
     clock.write_text("+0\n")
     backend.enqueue()
-    running.wait_sentence("sent 1 entry")
+    running.wait_sentence("last: 1 entry")
     assert time.time() - 300 < running.state()["since"] <= time.time()
     agent_row = rows_of(desk("status", **beside(running)).stdout)["agent"]
     assert re.match(r"running for \d+ (s|min) ", agent_row), agent_row
@@ -226,15 +244,16 @@ def test_without_a_database_it_says_so_and_shows_what_else_there_is(
 ) -> None:
     url: dict[str, Any] = {"DATABASE_URL": db.url_through(proxy.port)}
     running = agent(**url)
-    running.wait_sentence("idle")
+    running.wait_sentence("all delivered")
     proxy.refuse()
     proxy.cut()
     running.wait_sentence("the database is not there")
 
     rows = rows_of(desk("status", code=69, **beside(running), **url).stdout)
-    assert set(rows) == {"agent", "database", "recordings"}
-    assert "running" in rows["agent"] and "the database is not there" in rows["agent"]
-    assert rows["database"].startswith("the database is not there: ")
+    assert set(rows) == {"health", "agent", "recordings"}
+    assert "running" in rows["agent"]
+    assert rows["health"].startswith("the database is not there: ")
+    assert rows["health"].count("the database is not there") == 1
     assert rows["recordings"].endswith(" free")
     view = desk.json("status", code=69, **beside(running), **url)
     assert view["database"]["ok"] is False and "not there" in view["database"]["error"]
@@ -245,8 +264,8 @@ def test_without_a_database_it_says_so_and_shows_what_else_there_is(
 
 def test_without_the_schema_it_names_the_command_that_makes_it(desk: Desk, db: Database) -> None:
     rows = rows_of(desk("status", code=69).stdout)
-    assert "sudo serversync setup" in rows["database"]
-    assert rows["agent"].startswith("not running")
+    assert "sudo serversync setup" in rows["health"]
+    assert rows["health"].startswith("the agent is not running")
 
 
 def test_the_password_of_the_database_is_not_shown(desk: Desk) -> None:
@@ -293,7 +312,7 @@ def test_everything_that_waits_is_counted_with_its_reasons(
     rows = rows_of(desk("status", code=69).stdout)
     assert rows["outbox"] == (
         "2 pending, the oldest for 3 h: call_log 1, recording_file 1"
-        " 2 of them wait for a retry: FRONTEND_5XX 2"
+        " 2 of them failed, or wait: FRONTEND_5XX 2"
     )
     assert rows["dead letters"] == "1 PENDING"
     assert rows["recordings"].startswith("1 to upload (96.0 kB), 1 to delete, 1 cannot be deleted,")
@@ -301,6 +320,13 @@ def test_everything_that_waits_is_counted_with_its_reasons(
     assert re.fullmatch(line, rows["delivered"])
 
     view = desk.json("status", code=69)
+    health = view["health"]
+    assert health["state"] == "stopped" and re.fullmatch(
+        "the agent is not running: sudo systemctl start serversync; 1 dead letter needs you;"
+        " 1 uploaded recording cannot be deleted; 2 retrying: the frontend has trouble: HTTP 50."
+        rf".*; next try {CLOCK}",
+        health["sentence"],
+    )
     outbox = view["outbox"]
     assert 3 * 3600 <= outbox.pop("oldest_seconds") < 3 * 3600 + 600
     assert abs(moment(outbox.pop("oldest_at")) - (time.time() - 3 * 3600)) < 600
@@ -341,13 +367,14 @@ def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
 
     rows = rows_of(desk("status", **beside(running)).stdout)
-    line = r"entries and files, for \d+ (s|min), next try in \d+ (min|h): .*429.*"
-    assert re.fullmatch(line, rows["outage"]), rows
+    why = "the frontend asks for a pause: .*429.*"
+    line = rf"nothing gets through since {CLOCK}: {why}; next try {CLOCK}"
+    assert re.fullmatch(line, rows["health"]), rows
     outages = desk.json("status", **beside(running))["outages"]
     assert [outage["endpoint"] for outage in outages] == ["entries", "files"]
     for outage in outages:
         assert set(outage) == {"endpoint", "code", "reason", "since", "next_try_at"}
-        assert outage["code"] == "RATE_LIMITED" and outage["reason"] in rows["outage"]
+        assert outage["code"] == "RATE_LIMITED" and outage["reason"] in rows["health"]
         assert moment(outage["since"]) <= time.time()
         lasts = moment(outage["next_try_at"]) - moment(outage["since"])
         assert 3500 <= lasts <= 4020  # the random part
@@ -497,12 +524,12 @@ def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(
 def test_watching_goes_on_while_the_database_comes_and_goes(
     agent: AgentFactory, db: Database, proxy: Proxy, hurry: Callable[..., None]
 ) -> None:
-    hurry(DESK_LIMIT=2)
+    hurry(CONSOLE_LIMIT=2)
     agent.once()
     proxy.refuse()
     env = agent.env(DATABASE_URL=db.url_through(proxy.port))
     with Terminal(env, "status", "--watch") as terminal:
-        terminal.wait_for("the database is not there")
+        terminal.wait_for("Connection refused")
         proxy.resume()
         terminal.wait_for("nothing pending")
         assert "database" not in terminal.screen.text
@@ -529,6 +556,43 @@ def test_the_screen_fits_however_many_types_wait(
     assert len(desk.json("status", code=69)["outbox"]["by_type"]) == 120
 
 
+def test_sixty_columns_are_enough_and_q_ends_the_watching(
+    agent: AgentFactory, backend: Backend, frontend: Frontend
+) -> None:
+    frontend.on_entries = lambda request: Reply(401, body="x" * 100)
+    backend.end_call()
+    running = agent()
+    running.wait_sentence("nothing gets through")
+    env = agent.env(**beside(running))
+    with Terminal(env, "status", "--watch", rows=30, columns=60) as terminal:
+        terminal.wait_for("next try")
+        assert terminal.screen.scrolled == 0 and terminal.screen.text.count("serversync 0") == 1
+        wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
+        columns = [line[:13].strip() for line in terminal.screen.text.splitlines()[2:]]
+        assert [title for title in columns if title][:3] == ["health", "agent", "outbox"]
+        before = terminal.modes
+        terminal.press("q")
+        assert terminal.wait() == 0
+        assert termios.tcgetattr(terminal._master) == before
+
+
+def test_a_mistake_in_the_file_hides_nothing_else(
+    desk: Desk, agent: AgentFactory, backend: Backend
+) -> None:
+    running = agent()
+    running.wait_sentence("all delivered")
+    done = desk("status", code=78, SYNC_BATCH_SIZE="many", SYNC_BACH_SIZE=1, **beside(running))
+    rows = rows_of(done.stdout)
+    said = r"the configuration has a mistake: SYNC_BACH_SIZE is unknown: .*SYNC_BATCH_SIZE must be"
+    assert re.match(said, rows["health"]) and rows["outbox"] == "nothing pending"
+    assert rows["agent"].startswith("running")
+    rows = rows_of(desk("status", code=78, DATABASE_URL="mysql:", **beside(running)).stdout)
+    assert "DATABASE_URL must" in rows["health"] and rows["agent"].startswith("running")
+    view = desk.json("status", code=78, DATABASE_URL="mysql:")
+    assert view["database"] == {"ok": False, "error": "the database is not known"}
+    assert view["health"]["state"] == "stopped"
+
+
 def test_whoever_ends_the_watching_leaves_the_terminal_as_it_was(agent: AgentFactory) -> None:
     with Terminal(agent.env(), "status", "--watch") as terminal:
         terminal.wait_for("not running")
@@ -545,3 +609,28 @@ def test_watching_into_a_pipe_prints_plain_screens_until_nobody_reads(agent: Age
     lines = watching.log().splitlines()
     assert sum(line.startswith("serversync ") for line in lines) >= 2 and "\x1b" not in lines[0]
     assert "Traceback" not in watching.log() and lines[-1] == "0"
+
+
+# -- a large outbox -------------------------------------------------------------------------------
+
+
+def test_status_doctor_and_metrics_are_quick_beside_a_million_rows_half_of_them_pending(
+    desk: Desk, agent: AgentFactory, db: Database
+) -> None:
+    assert agent.once().returncode == 0
+
+    def seconds(command: str) -> float:
+        took = []
+        for _ in range(3):
+            started = time.monotonic()
+            desk(command, code=None)
+            took.append(time.monotonic() - started)
+        return min(took)
+
+    commands = ("status", "doctor", "metrics")
+    db.execute(MANY_ROWS, {"count": 1000})
+    few = {command: seconds(command) for command in commands}
+    db.execute(MANY_ROWS, {"count": 1_000_000})
+    for command in commands:
+        many = seconds(command)
+        assert many < 10 * few[command] and many < 5, f"{command}: {few[command]:.2f}, {many:.2f}"

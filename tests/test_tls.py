@@ -251,6 +251,29 @@ def test_running_agent_recovers_by_sighup_when_the_ca_is_put_right(
     running.wait_log("recovered after")
 
 
+def test_the_journal_tells_each_new_reason_and_the_same_one_again_after_a_reload(
+    agent: AgentFactory, backend: Backend, authority: Authority, stranger: Authority, tmp_path: Path
+) -> None:
+    days = (time.strftime("%y%m%d%H%M%SZ", time.gmtime(time.time() - n * 86400)) for n in (20, 10))
+    begin, end = days
+    over = authority.issue("over", SERVER, (begin, end))
+    unknown = stranger.issue("unknown", SERVER)
+    with Frontend(tmp_path / "secure", tls=context(over)) as frontend:
+        backend.enqueue()
+        running = agent(FRONTEND_BASE_URL=frontend.url, SYNC_CA_FILE=authority.ca.cert)
+        running.wait_log("certificate has expired")
+        frontend.tls = context(unknown)
+        running.wait_log("unable to get local issuer certificate")
+        told = len(running.lines("unable to get local issuer certificate"))
+        running.hup()
+        wait_until(
+            lambda: len(running.lines("unable to get local issuer certificate")) > told,
+            what="the reason once more",
+        )
+    running.wait_log("refused")
+    assert "Traceback" not in running.log()
+
+
 # -- client certificates -------------------------------------------------------------------------
 
 
@@ -317,7 +340,9 @@ def test_twenty_megabytes_arrive_over_tls_byte_for_byte(
 def test_new_entries_overtake_a_slow_upload_over_tls(
     agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority
 ) -> None:
-    agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert).wait_sentence("idle")
+    agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert).wait_sentence(
+        "all delivered"
+    )
     secure.on_head = lambda request: (
         setattr(secure, "read_rate", 500_000) if request.kind == "file" else None
     )

@@ -477,7 +477,7 @@ def test_recordings_that_are_told_to_wait_hold_up_no_entry_and_no_other_recordin
     frontend.on_file = lambda _: PAUSE
     running.wait_log("files: outage, nothing is lost: the frontend asks for a pause")
     late = backend.enqueue()
-    wait_until(lambda: late in frontend.seqs(), timeout=5, what="an entry", state=running.log)
+    wait_until(lambda: late in frontend.seqs(), what="an entry", state=running.log)
     assert not running.lines("entries: outage")
 
 

@@ -16,7 +16,7 @@ from serversync import Answer, Batch, Past, Receipt, Session, Step, Steps, Store
 
 REQUEST_SEC = 0.02
 CONFIG = serversync.load_config(
-    {"DATABASE_URL": "postgresql:///nowhere", "FRONTEND_BASE_URL": "http://localhost"}, {}
+    {"DATABASE_URL": "postgresql:///nowhere", "FRONTEND_BASE_URL": "http://localhost"}
 )
 PROCESS = serversync.Process({})
 SILENCE = Answer(trouble=serversync.Trouble.TIMEOUT, duration=float("inf"))
@@ -92,7 +92,7 @@ class Outbox(Store):
         insort(self.pending_of[entry.entity], entry.seq)
 
     def statement(self, sql: str, limit: float = 0, /, **params: Any) -> list[tuple[Any, ...]]:
-        for name in ("skip", "travels", "before"):
+        for name in ("skip", "travels", "before", "apart", "way"):
             params.pop(name, None)
         found = self.models[sql](**params)
         return [found if isinstance(found, tuple) else (found,)] if found is not None else []
@@ -125,7 +125,7 @@ class Outbox(Store):
                 self._keep(seq, Row(self.past(seq), self.clock.now, waits_for=first))
         return any(first for _, first in found)
 
-    def retry(self, files: bool) -> tuple[int, float] | None:
+    def retry(self) -> tuple[int, float] | None:
         passed, found = [], None
         while self.due and found is None:
             due, seq = heapq.heappop(self.due)
@@ -233,7 +233,7 @@ class Box(serversync.Agent):
     """An agent whose outbox, frontend and clock are models; it has nothing but entries to do."""
 
     def __init__(self, clock: Clock, answers: Answers, entries: Iterable[Entry]) -> None:
-        super().__init__(CONFIG, PROCESS, serversync.StateFile({}).write, False)
+        super().__init__(CONFIG, PROCESS, lambda **_: "", False)
         self.coming = sorted(entries, reverse=True)
         self.born = {entry.seq: entry for entry in self.coming}
         self.clock, self.connection = clock, Connection("", "", PROCESS)

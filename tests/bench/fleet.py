@@ -153,15 +153,14 @@ class Pulls(serversync.Settings):
 
     agent: Box
 
-    def _pull(self) -> Steps[None]:
+    def pull(self, elapsed: float) -> Steps[None]:
         web, now = self.agent.web, self.agent.clock.now
         answer = web.ask(now, 10.0, stores=False, pull=True)
         web.result.pulls[int(now)] += 4 if answer.status == 200 else 1
         yield Wait(now + min(10.0, answer.duration), fd=0)
         if answer.status != 200:
             raise serversync.NotNow(serversync.classify(answer))
-        self._rest(now, 300.0 if self.finished is None else 0.0)
-        self.tries, self.trouble, self.finished, self.audio_due = 0, None, now, math.inf
+        self.trouble = None
 
 
 class Box(virtual.Box):
@@ -261,7 +260,7 @@ class Simulation:
             at = luck.uniform(0, wait)
             pull = luck.uniform(0, serversync.BACKOFF_CAP if what.jitter else 5)
             box.fail_for_hours(at)
-        box.settings.due = box.settings.audio_due = pull
+        box.settings.wait = Wait(pull)
         self._next_call(box, BEFORE)
         self._at(at, box)
 

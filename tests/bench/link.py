@@ -10,7 +10,6 @@ import select
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 PIECE = 1400  # a packet's worth
@@ -69,12 +68,7 @@ class Link:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped = True
         self._thread.join(5)
         for half in self._halves:

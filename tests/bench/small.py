@@ -462,7 +462,8 @@ def plans(world: World, pending: int, processed: int) -> list[tuple[str, Plan]]:
         first = db.value("select min(id) from sync_outbox where processed_at is null")
         last = db.value("select max(id) from sync_outbox")
         seqs = list(range(first, first + 100))
-        free: dict[str, Any] = {"skip": [], "travels": []}
+        apart = ["recording_file"]
+        free: dict[str, Any] = {"skip": [], "travels": [], "apart": apart, "way": ""}
         fetch = (
             free | {"after": 0, "until": last} | {"size": 100, "bytes": 1 << 19, "most": 8 << 20}
         )
@@ -470,23 +471,27 @@ def plans(world: World, pending: int, processed: int) -> list[tuple[str, Plan]]:
                    "request_sha256": "", "answer_sha256": "", "status": 200, "seconds": 0.1,
                    "call_log_id": None, "entity_id": None, "url": None}  # fmt: skip
         wanted: Sequence[tuple[str, str, dict[str, Any]]] = (
-            ("LOOK", serversync.LOOK, {}),
+            ("LOOK", serversync.LOOK, free),
             ("LAST", serversync.LAST, {}),
             ("FETCH, first", serversync.FETCH, fetch),
             ("FETCH, in the middle", serversync.FETCH, {**fetch, "after": (first + last) // 2}),
             ("CONFIRM", serversync.CONFIRM, confirm),
-            ("HOLD_BACK, 100", serversync.HOLD_BACK, {"after": first - 1, "until": first + 99}),
+            (
+                "HOLD_BACK, 100",
+                serversync.HOLD_BACK,
+                free | {"after": first - 1, "until": first + 99},
+            ),
             (
                 "NEXT_ID, files",
                 serversync.NEXT_ID,
-                {"files": True, "after": 0, "until": last, "skip": []},
+                free | {"way": "recording_file", "after": 0, "until": last},
             ),
-            ("READ_FILE", serversync.READ_FILE, {"seq": last, "skip": []}),
-            ("NEXT_RETRY", serversync.NEXT_RETRY, {"files": False, "before": None, **free}),
+            ("READ_FILE", serversync.READ_FILE, free | {"seq": last}),
+            ("NEXT_RETRY", serversync.NEXT_RETRY, {"before": None, **free}),
             ("NEWEST_FREE", serversync.NEWEST_FREE, free),
             *(("SWEEP", part, {}) for part in serversync.SWEEP.split(";")),
             ("PAST", serversync.PAST, {"seq": first, "readable": True}),
-            ("PRUNE", serversync.PRUNE, {"days": 30}),
+            ("PRUNE", serversync.PRUNE, {"days": 30, "keep": []}),
         )
         found = []
         with db.connect() as connection:

@@ -296,7 +296,7 @@ class World:
             **{
                 "FRONTEND_BASE_URL": self.receiver.url,
                 "SYNC_RECORDINGS_DIR": recordings,
-                "SYNC_ANNOUNCEMENTS_DIR": recordings,
+                "ANNOUNCEMENT_AUDIO_DIR": recordings,
                 **more,
             },
         )

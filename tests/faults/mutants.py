@@ -52,7 +52,7 @@ BLOCKING, FLOW, POLICY = "tests/test_blocking.py", "tests/test_flow.py", "tests/
 SENDERS, STATE, UPLOAD = "tests/test_senders.py", "tests/test_state.py", "tests/test_upload.py"
 OUTAGES, FUZZ = "tests/test_entry_outages.py", "tests/faults/test_fuzz.py"
 DELETION, SERVICE = "tests/test_deletion.py", "tests/test_service.py"
-VERDICTS = "tests/test_verdicts.py"
+VERDICTS, SETTINGS = "tests/test_verdicts.py", "tests/test_settings.py"
 
 MUTANTS = [
     # What confirms
@@ -84,7 +84,7 @@ MUTANTS = [
         "the size in the answer is not compared",
         "elif stored not in (None, size):",
         "elif False:",
-        story="false confirmations of files",
+        (f"{POLICY}::test_an_upload_stored_with_another_size_is_not_confirmed",),
     ),
     Mutant(
         "the digest in the answer is not compared",
@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         "a file does not wait for its recording's row",
-        "        if entry.waits_for is not None:  # its",
-        "        if False:  # its",
+        "            if entry.waits_for is not None:  # an",
+        "            if False:  # an",
         story="what is bad, and what stands behind it",
     ),
     Mutant(
@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         "a file goes before what came to light behind the pass",
-        "        if entry.early:\n",
+        "        if entry.early and entry.waits_for is None:\n",
         "        if False:\n",
         story="a call that becomes visible behind the pass",
     ),
@@ -287,8 +287,8 @@ MUTANTS = [
     ),
     Mutant(
         "a refused empty request is never sent again",
-        "        self.health.alive_until = self.health.quiet_until = 0.0\n",
-        "        self.health.quiet_until = 0.0\n",
+        "        self.health.alive_until = 0.0\n",
+        "",
         (BLOCKING + "::test_an_empty_request_that_was_refused_is_sent_again_after_a_reload",),
     ),
     Mutant(
@@ -375,8 +375,14 @@ MUTANTS = [
         tests=(VERDICTS,),
     ),
     Mutant(
+        "a pause that is asked for when an entry got through is not kept",
+        "if down and down.retry_after:",
+        "if False:",
+        story="a pause that was asked for",
+    ),
+    Mutant(
         "what was under way ends a pause",
-        "        if time.monotonic() < health.quiet_until:\n            return\n",
+        "        if time.monotonic() < paused_until(self.together):\n            return\n",
         "",
         (
             VERDICTS
@@ -385,7 +391,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was under way changes a pause",
-        "        if now < health.quiet_until:\n            return\n",
+        "        if now < paused_until(self.together):\n            return\n",
         "",
         (
             VERDICTS
@@ -416,7 +422,8 @@ MUTANTS = [
     ),
     Mutant(
         "another sender's epoch is ignored (Agent.hold, generation)",
-        "            self.store.unwritten.clear()\n",
+        "            self.store.unwritten.clear()\n            for job in self.jobs:\n"
+        "                job.close()\n",
         "",
         (SENDERS, STATE),
     ),
@@ -478,9 +485,9 @@ MUTANTS = [
     ),
     Mutant(
         "the file is deleted before the record",
-        "            self._confirmed(entry, ready, verdict, url, answer)\n",
+        "            self._confirmed(entry, ready, url, answer)\n",
         "            os.unlink(ready.name, dir_fd=ready.folder)\n"
-        "            self._confirmed(entry, ready, verdict, url, answer)\n",
+        "            self._confirmed(entry, ready, url, answer)\n",
         (
             "tests/faults/test_disk.py"
             "::test_an_upload_that_a_full_database_cannot_record_is_kept_and_not_sent_again",
@@ -528,6 +535,73 @@ MUTANTS = [
         "in rivals:",
         "in ():",
         (DELETION,),
+    ),
+    # Settings
+    Mutant(
+        "a bad item costs the row that is stored of it",
+        "                self.kept.add(own)\n",
+        "",
+        (f"{SETTINGS}::test_a_bad_item_never_costs_a_good_row",),
+    ),
+    Mutant(
+        "a bad route costs the exit that is stored of it",
+        '            section.kept |= {way["id"], way["to_node_id"]}',
+        "            pass",
+        (
+            f"{SETTINGS}::test_a_bad_route_leaves_the_stored_one_and_a_new_flow_has_a_way_out_all_the_same",
+        ),
+    ),
+    Mutant(
+        "a flow whose way out is bad has none",
+        '{"": read_exit(FALLBACK)} | exits',
+        "exits",
+        (
+            f"{SETTINGS}::test_a_bad_route_leaves_the_stored_one_and_a_new_flow_has_a_way_out_all_the_same",
+        ),
+    ),
+    Mutant(
+        "a key is not normalised",
+        "    return key.translate(_NARROW).strip()",
+        "    return key.translate(_NARROW)",
+        (f"{SETTINGS}::test_a_key_that_stands_twice_stops_no_other_flow",),
+    ),
+    Mutant(
+        "a lost store is believed after ten minutes",
+        "        if lost or times < HOLD_TIMES",
+        "        if times < HOLD_TIMES",
+        (f"{SETTINGS}::test_a_lost_store_does_not_wipe_the_backend",),
+    ),
+    Mutant(
+        "flows play what came, though it was not applied",
+        "        if rows is not None:\n            return {row[0]: (row[1]",
+        "        if False:\n            return {row[0]: (row[1]",
+        (f"{SETTINGS}::test_a_bad_item_never_costs_a_good_row",),
+    ),
+    Mutant(
+        "what was never applied is compared with nothing",
+        "                    [(section.there,)] = tried(",
+        "                    [(_,)] = tried(",
+        (f"{SETTINGS}::test_a_first_pull_is_compared_with_what_is_in_the_tables",),
+    ),
+    Mutant(
+        "a lock is waited for as long as the backend's deadlocks",
+        "set local lock_timeout = '400ms'",
+        "set local lock_timeout = '4s'",
+        (
+            f"{SETTINGS}::test_a_backend_that_waits_for_us_while_we_wait_for_it_is_not_ended_as_a_deadlock",
+        ),
+    ),
+    Mutant(
+        "nonsense is read, however much",
+        "VALUES_MAX: Final = 100_000",
+        "VALUES_MAX: Final = 100_000_000",
+        ("tests/test_memory.py::test_settings_of_nonsense_take_no_memory",),
+    ),
+    Mutant(
+        "of an old download the file of somebody else is overwritten",
+        "            if self.is_ours(folder, replace(file, digests=digests)) is False:",
+        "            if False:",
+        ("tests/test_settings_audio.py::test_a_file_that_appears_while_ours_is_fetched_stays",),
     ),
 ]
 

@@ -896,7 +896,12 @@ class Soak:
     def judge(self) -> Counter[str]:
         """The oracle's verdict, and why something arrived twice."""
         wrong = self.oracle.wrong() + self.wrong_deaths() + self.wrong_payloads()
-        wrong += self.frontend.impatient
+        # Whose session ended has thrown away what it was told.
+        wrong += [
+            f"{name}: {what}"
+            for name, told, sent, what in self.frontend.impatient
+            if not (self.database_spells.overlaps(told - 1.0, sent) or self.crew.all[name].fenced)
+        ]
         self.problems += wrong[:20]
         if len(wrong) > 20:
             self.problems.append(f"and {len(wrong) - 20} more")

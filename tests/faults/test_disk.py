@@ -7,16 +7,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from agent import AgentFactory, run_once
-from backend import Backend, Call
-from frontend import Frontend
+from agent import Agent, AgentFactory, run_once
+from backend import Backend
+from frontend import Frontend, Reply
 from ledger import dead, failures, let_hours_pass, uploads
 from oracle import TRASH, Oracle
 from pg import Database
@@ -395,13 +396,9 @@ def test_a_file_that_fails_in_the_middle_is_never_confirmed_and_arrives_when_it_
     assert not oracle.unfinished() + oracle.wrong()
 
 
-def test_an_upload_that_a_full_database_cannot_record_is_kept_and_not_sent_again(
-    agent: AgentFactory, oracle: Oracle, frontend: Frontend, db: Database
-) -> None:
-    """PostgreSQL's own words: the table of confirmed uploads lies on a disk that is full."""
-    oracle.end_call(events=0)
-    running = agent()
-    wait_for_the_end(oracle, running.log)
+@contextmanager
+def full(db: Database, running: Agent, table: str) -> Iterator[Disk]:
+    """PostgreSQL's own words: the table, empty by then, lies on a disk that is full."""
     place = Path(tempfile.mkdtemp(prefix="serversync-space-"))
     place.chmod(0o755)
     space = Disk(place, size="256k", inodes=64)
@@ -410,34 +407,68 @@ def test_an_upload_that_a_full_database_cannot_record_is_kept_and_not_sent_again
         with db.admin() as admin:
             admin.execute(f"create tablespace {db.name} location '{space.place}'")
             admin.execute(f"grant create on tablespace {db.name} to public")
-        db.execute("truncate serversync.uploads")
-        db.execute(f"alter table serversync.uploads set tablespace {db.name}")
+        db.execute(f"truncate {table}")
+        db.execute(f"alter table {table} set tablespace {db.name}")
         space.fill(inodes=False)
-        call = oracle.end_call()
-        running.wait_log("a result cannot be recorded, nothing else is sent", timeout=60)
-        assert "No space left on device" in running.log()
-        late = oracle.end_call(events=0)
-        running.wait_sentence("a result cannot be recorded")
-        rolled = "select xact_rollback from pg_stat_database where datname = current_database()"
-        before = db.value(rolled)
-        wait_until(lambda: db.value(rolled) > before, timeout=60, what="one more try")
-        _still(oracle, call, late)
-        assert len(frontend.of_kind("file")) == 2, "sent again"
-        space.free()
-        wait_for_the_end(oracle, running.log)
-        assert len(frontend.of_kind("file")) == 3
-        assert oracle.repeated() == 0
+        yield space
     finally:
         running.kill()  # its log is still to be shown if this fails
-        db.execute("alter table serversync.uploads set tablespace pg_default")
+        db.execute(f"alter table {table} set tablespace pg_default")
         with db.admin() as admin:
             admin.execute(f"drop tablespace {db.name}")
         space.close()
         place.rmdir()
 
 
-def _still(oracle: Oracle, call: Call, late: Call) -> None:
-    assert call.wav.exists() and oracle.confirmed(call)
-    assert oracle.db.pending() == [call.seq("recording_file"), *late.seqs]
-    assert oracle.backend.upload_status(call)[0] == "local_only"
-    assert not oracle.lost()
+def wait_for_one_more_try(db: Database) -> None:
+    rolled = "select xact_rollback from pg_stat_database where datname = current_database()"
+    before = db.value(rolled)
+    wait_until(lambda: db.value(rolled) > before, timeout=60, what="one more try")
+
+
+def test_an_upload_that_a_full_database_cannot_record_is_kept_and_not_sent_again(
+    agent: AgentFactory, oracle: Oracle, frontend: Frontend, db: Database
+) -> None:
+    oracle.end_call(events=0)
+    running = agent()
+    wait_for_the_end(oracle, running.log)
+    with full(db, running, "serversync.uploads") as space:
+        call = oracle.end_call()
+        running.wait_log("a result cannot be recorded, nothing else is sent", timeout=60)
+        assert "No space left on device" in running.log()
+        late = oracle.end_call(events=0)
+        running.wait_sentence("a result cannot be recorded")
+        wait_for_one_more_try(db)
+        assert call.wav.exists() and oracle.confirmed(call)
+        assert db.pending() == [call.seq("recording_file"), *late.seqs]
+        assert oracle.backend.upload_status(call)[0] == "local_only"
+        assert not oracle.lost()
+        assert len(frontend.of_kind("file")) == 2, "sent again"
+        space.free()
+        wait_for_the_end(oracle, running.log)
+        assert len(frontend.of_kind("file")) == 3
+        assert oracle.repeated() == 0
+
+
+def test_a_dead_letter_that_a_full_database_cannot_take_is_made_when_there_is_room(
+    agent: AgentFactory, oracle: Oracle, frontend: Frontend, backend: Backend, db: Database
+) -> None:
+    oracle.end_call(events=0)
+    running = agent()
+    wait_for_the_end(oracle, running.log)
+    with full(db, running, "serversync.dead_letters") as space:
+        entity = str(uuid.uuid4())
+        frontend.poison[entity] = Reply(400, {}, {"error": "never"})
+        bad = backend.enqueue(entity_id=entity)
+        running.wait_log("a result cannot be recorded, nothing else is sent", timeout=60)
+        assert "No space left on device" in running.log()
+        late = oracle.end_call(events=0)
+        wait_for_one_more_try(db)
+        assert db.pending() == [bad, *late.seqs]
+        assert not dead(db) and not oracle.lost()
+        space.free()
+        oracle.doomed.add(bad)
+        wait_for_the_end(oracle, running.log)
+        assert dead(db) == {bad: "BAD_REQUEST"}
+        asked = [r for r in frontend.of_kind("entries") if bad in [e["seq"] for e in r.entries]]
+        assert len(asked) == 1, "sent again"

@@ -327,7 +327,7 @@ def test_an_answer_writes_no_line_of_its_own_to_systemd_or_the_log(
     for _ in range(5):
         backend.end_call(events=0)
     running = agent(notify=notify)
-    notify.wait_for("outage")
+    notify.wait_for("gets through since")
     running.stop()
     for _, message in notify.messages:
         for line in message.split("\n"):

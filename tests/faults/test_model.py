@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from agent import Agent, agent_env
+from agent import Agent, NotifySocket, agent_env
 from backend import Backend, Call, write_wav
 from frontend import Frontend, Reply, Request
 from ledger import let_hours_pass
@@ -98,6 +98,7 @@ PRODUCER_EVENTS = ["a call ends", "the call goes on", "late commits", "the file 
 EVENTS = ["kill", "stop", *DATABASE_EVENTS, *PRODUCER_EVENTS]
 WHEN = ["before", "stored", "stored", "answered"]
 Meets = str | tuple[str, str]
+ALL_MEETS = {*REPLIES, *HEADS, *REFUSALS} | {str((what, when)) for what in EVENTS for when in WHEN}
 Step = tuple[str, dict[str, Any]]
 MEETS = st.one_of(
     st.sampled_from([*REPLIES, *HEADS, "good", "wrong size", "wrong digest", "409, done"]),
@@ -157,7 +158,10 @@ class World:
         self.frontend = Frontend(self.directory / "frontend").start()
         self.backend = Backend(self.db, self.directory / "backend")
         self.oracle = Oracle(self.db, self.frontend, self.backend)
-        self.witness = Witness(self.db, self.frontend, self.backend, RETRY_MAX, RETRY_HOURS)
+        self.notify = NotifySocket()
+        self.witness = Witness(
+            self.db, self.frontend, self.backend, self.notify, RETRY_MAX, RETRY_HOURS
+        )
         self.witness.calls = self.oracle.calls
         self.open: list[Transaction] = []
         self.late: list[tuple[Call, str]] = []
@@ -639,7 +643,8 @@ class World:
             "PYTHONFAULTHANDLER": 1,
         }
         env = agent_env(None, self.frontend, self.backend, **(shared | options))
-        self.agents[device] = Agent(env, args=args)
+        notify = self.notify if args == ("run",) else None
+        self.agents[device] = Agent(env, args=args, notify=notify)
         self.slow[device] = bool(options.get("SYNC_UPLOAD_KBPS"))
         return device
 
@@ -720,7 +725,6 @@ class World:
     def _try_now(self, service: str) -> None:
         """An outage's pause is over."""
         self._pass()
-        self.witness.somebody_says_try_now()
         self.agents[service].hup()
 
     def _settle(self) -> None:
@@ -803,6 +807,7 @@ class World:
             agent.close()
         for transaction in self.open:
             transaction.connection.close()
+        self.notify.close()
         self.frontend.stop()
         self.proxy.stop()
         self.steady.wait(60)
@@ -1072,7 +1077,9 @@ TALES: dict[str, list[Step]] = {
         call(),
         agents(("database away", "stored")),
         *[call(), agents("good", ("database away", "stored"))] * 4,
+        call(),
         agents(("kill", "stored")),
+        call(),
         agents(("kill", "answered")),
         call(),
         service(("session ends", "stored"), ("database away", "stored")),
@@ -1080,6 +1087,17 @@ TALES: dict[str, list[Step]] = {
         service(("session ends", "stored"), ("session ends", "stored")),
         call(),
         service(("crash", "answered"), ("kill", "answered")),
+    ],
+    "the database falls silent": [
+        call(),
+        agents(("database silent", "stored"), "good", ("database silent", "stored")),
+        call(),
+        agents(("database silent", "before"), size=1),
+        call(),
+        agents(("kill", "stored")),
+        service(("database silent", "stored"), ("database silent", "before")),
+        call(seconds=2),
+        service("good", ("database silent", "answered"), kbps=500),
     ],
     "what is bad, and what stands behind it": [
         call(events=2, grudge="rejected"),
@@ -1166,6 +1184,9 @@ TALES: dict[str, list[Step]] = {
         call(),
         service("429", "429", asked=True, size=1),
         agents("good", "429", "429", asked=True),
+        call(),
+        service("429", "429", "good", "429", asked=True),
+        small("a_while_passes"),
     ],
 }
 
@@ -1181,10 +1202,14 @@ def play(world: World, story: Sequence[Step]) -> None:
 def test_a_story_that_needs_several_things_to_meet_breaks_no_promise(
     cluster: Cluster, tmp_path: Path, tale: str
 ) -> None:
+    World.seen.clear()
     try:
         play(World(cluster, tmp_path), TALES[tale])
     except Broken as broken:
         pytest.fail(str(broken), pytrace=False)
+    told = {str(each) for _, how in TALES[tale] for each in how.get("plan", ())}
+    told |= {how["weather"] for _, how in TALES[tale] if "weather" in how}
+    assert not told - set(World.seen), "no request met this: the tale is not told"
 
 
 @pytest.mark.timeout(36_000 if MORE else 600)
@@ -1221,3 +1246,6 @@ def test_whatever_happens_in_whatever_order_nothing_is_lost(
         print(f"seed {number}")
         print("\n".join(f"{what}: {count}" for what, count in sorted(World.seen.items())))
     assert World.seen["examples"] == EXAMPLES
+    assert World.seen["calls"] >= 2 * ROUNDS * EXAMPLES
+    different = ALL_MEETS & set(World.seen)
+    assert len(different) >= min(5 * EXAMPLES, 0.8 * len(ALL_MEETS)), sorted(different)

@@ -108,8 +108,9 @@ class Weather(Frontend):
         self.digests: dict[int, set[str]] = {}
         self.count_requests = self.lost_answers = self.made_up = 0
         self.last_pause = (0.0, 0.0)  # when a Retry-After was sent last, and of how many seconds
-        self.impatient: list[str] = []  # who did not wait for so long
-        self._quiet: dict[str, float] = {}
+        # Who did not wait for so long, what it had been told when, and when it sent what.
+        self.impatient: list[tuple[str, float, float, str]] = []
+        self._quiet: dict[str, tuple[float, float]] = {}
         self._mended: dict[str, float] = {}  # who was told to try now, and when
         self._uploads: dict[tuple[str, str], Fate] = {}  # the last one, by device and call
         self._under_way: dict[Request, Fate] = {}
@@ -147,21 +148,24 @@ class Weather(Frontend):
         self._local.fate = self._under_way[request] = Fate(device, sock, request)
         with self._counting:
             self.count_requests += 1
-        early = self._quiet.get(device, 0.0) - request.started
+        told, until = self._quiet.get(device, (0.0, 0.0))
+        early = until - request.started
         if early > 0.2 and request.method == "HEAD":  # the end of an upload that was begun before
             self.faults["verified within a pause"] += 1
-        elif early > 0.2:
-            what = f"{request.method} {request.path}"
-            self.impatient.append(f"{device}: {what} {early:.1f} s before the pause was over")
+        elif early > 0.2 and request.started > told + 0.3:  # not on its way already
+            what = f"{request.method} {request.path} {early:.1f} s before the pause was over"
+            self.impatient.append((device, told, request.started, what))
 
     def end(self, request: Request) -> None:
         fate = self._under_way.pop(request)
         late = request.kind == "entries" and time.monotonic() - request.started > PATIENCE
         there = fate.established()
-        mended = time.monotonic() - self._mended.get(fate.device, -9.0) < 3
+        # What was asked before somebody said "try now" tells nothing of what came after it.
+        mended = request.started - self._mended.get(fate.device, -9.0) < 3
         asked = request.kind == "empty" and request.status == 429 and not mended
         if asked and there and not late and not self._via_radio(fate.device):
-            self._quiet[fate.device] = time.monotonic() + fate.pause
+            now = time.monotonic()
+            self._quiet[fate.device] = (now, now + fate.pause)
         if request.method == "HEAD":
             self._looked_at(request, fate, there)
         fate.answer_lost |= late or request.status not in (200, 409) or not there
@@ -193,10 +197,12 @@ class Weather(Frontend):
         fate: Fate = self._local.fate
         fate.stored = True
         with self._counting:
-            self._keys.add(str(fate.request.headers.get("Idempotency-Key")))
             for entry in entries:
                 self._arrives(f"entry {entry['seq']}", "entry")
-        return super()._store_entries(entries)
+        answer = super()._store_entries(entries)
+        # Only now: a standby may send the same again meanwhile, and is told that it is here.
+        self._keys.add(str(fate.request.headers.get("Idempotency-Key")))
+        return answer
 
     def _store_entry(self, entry: Json, journal: IO[str]) -> None:
         payload = entry["payload"]

@@ -3,6 +3,7 @@ given up or sent again."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -11,10 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agent import NotifySocket
 from backend import Backend, Call
 from frontend import Frontend, Request
 from oracle import TRASH, in_trash
 from pg import Database
+from waiting import wait_until
 
 FILE_TYPE = "recording_file"
 LATE_SEC = 0.4  # an answer that took longer may have come too late (the least time limit is 0.5 s)
@@ -64,6 +67,14 @@ class Said:
     excused: bool = False  # the answer may be lost, or could not be written down
 
 
+@dataclass(frozen=True)
+class Pause:
+    """An agent was told to wait: the request that was answered so began at `asked`."""
+
+    asked: float
+    until: float
+
+
 @dataclass
 class Tries:
     """How often something was tried in a request of its own, and what that may have cost."""
@@ -80,6 +91,7 @@ class Witness:
     db: Database
     frontend: Frontend
     backend: Backend
+    notify: NotifySocket  # on which the service tells of its reloads
     retry_max: int
     retry_hours: float
     calls: list[Call] = field(default_factory=list)
@@ -106,7 +118,8 @@ class Witness:
         self._unreliable: set[str] = set()
         self._unordered: list[tuple[Row, Row]] = []
         self._repeats: list[tuple[str, str, list[Said]]] = []
-        self._pauses: dict[str, float] = {}
+        self._pauses: dict[str, Pause] = {}
+        self._hasty: list[tuple[Pause, Request]] = []  # these came before the pause was over
 
     # -- producers -------------------------------------------------------------------------------
 
@@ -135,12 +148,10 @@ class Witness:
         """At a request's head."""
         with self.lock:
             self.busy += 1
-            device = device_of(request)
-            early = self._pauses.get(device, 0.0) - request.started
-            if early > 0.05 and request.method != "HEAD":  # the end of an upload
-                self.problems.append(
-                    f"{device} was asked for a pause, and came {early:.2f} s early"
-                )
+            pause = self._pauses.get(device_of(request))
+            early = pause is not None and request.started < pause.until - 0.05
+            if pause is not None and early and request.method != "HEAD":  # the end of an upload
+                self._hasty.append((pause, request))
 
     def arrived(self, request: Request) -> None:
         """The whole of it is here; nothing is stored or said yet."""
@@ -241,12 +252,20 @@ class Witness:
             if said is not None and (late or not delivered):
                 said.excused = True
             if pause and request.finished is not None and delivered:
-                self._pauses[device_of(request)] = time.monotonic() + pause
+                until = time.monotonic() + pause
+                self._pauses[device_of(request)] = Pause(request.started, until)
 
-    def somebody_says_try_now(self) -> None:
-        """A reload ends every pause."""
-        with self.lock:
-            self._pauses.clear()
+    def _reloaded(self, since: float, until: float) -> bool:
+        """By the agent's own word, which it gives before it forgets what it was told."""
+        told = self.notify.values("MONOTONIC_USEC")
+        return any(since <= int(micros) / 1e6 <= until for _, micros in told)
+
+    def _is_hasty(self, pause: Pause, request: Request) -> bool:
+        """A reload ends every pause, also one that is being asked for."""
+        with contextlib.suppress(AssertionError):  # the agent's word may still be on its way
+            wait_until(lambda: self._reloaded(pause.asked, request.started), 2)
+            return False
+        return True
 
     def excuse(self, device: str) -> None:
         """From its last request on, this agent may not write down what it is told."""
@@ -271,6 +290,14 @@ class Witness:
         uploaded = "select id::text, s3_url from recordings where upload_status = 'uploaded'"
         urls = dict(self.db.rows(uploaded))
         marked, dead = self._settled()
+        with self.lock:
+            hasty, self._hasty = self._hasty, []
+        self.problems += [
+            f"{device_of(request)} was asked for a pause, and came "
+            f"{pause.until - request.started:.2f} s early"
+            for pause, request in hasty
+            if self._is_hasty(pause, request)
+        ]
         with self.lock:
             return [
                 *self.problems,

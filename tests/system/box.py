@@ -368,7 +368,7 @@ class Box(ABC):
         """As it was before the test: nothing pending, no recordings, the unit as it is shipped."""
         tables = "sync_outbox, recordings, serversync.waiting, serversync.uploads"
         tables += ", serversync.audio_files, registered_numbers, call_action_rules, announcements"
-        forget = "update serversync.settings set digest = null, counts = '{}', held_counts = null"
+        forget = "update serversync.settings set counts = '{}', held = '{}'"
         truncate = shlex.quote(
             f"truncate {tables}, serversync.dead_letters, ivr_flows cascade; {forget}"
         )
@@ -388,6 +388,7 @@ class Installation:
 
     box: Box
     said: str  # by apt
-    unconfigured: dict[str, str]  # what each of LOOKS printed
+    idle: str  # the unit, then
+    unconfigured: dict[str, str]  # what each of LOOKS printed, when somebody had started it
     typed: dict[str, str]  # then, and what each command said
     configured: dict[str, str]  # the same

@@ -106,11 +106,13 @@ def installed(release: Release, base: Path, deb: Path, shared: Path) -> Iterator
         box.boot()
         box.furnish()
         said = box.install(deb)
+        idle = box.sh(LOOKS["unit"])
+        box.run("systemctl", "start", "serversync", check=False)
         unconfigured = {name: box.sh(look) for name, look in LOOKS.items()}
         typed = box.set_up("http://127.0.0.1:9")
         configured = {name: box.sh(look) for name, look in LOOKS.items()}
         box.power_off()
-        yield Installation(box, said, unconfigured, typed, configured)
+        yield Installation(box, said, idle, unconfigured, typed, configured)
 
 
 def a_machine(release: Release, base: Path, directory: Path, over: Box | None = None) -> Box:
