@@ -733,9 +733,12 @@ class World:
 
         def calm() -> bool:
             now = time.monotonic()
-            quiet = 1.0 if self.plan else 0.4  # what shall be met may take a moment
+            # What shall be met may take a moment; a tale is not told without it, on a busy
+            # machine neither.
+            patience = 1.0 if self.thrifty else 3.0
+            quiet = patience if self.plan else 0.4
             still = not self.witness.busy and now - max(self.witness.active, begun) > quiet
-            return still or now - begun > 4
+            return still or now - begun > 4 * patience
 
         if self.service is not None:
             wait_until(calm, 20, "the service to be at rest")
