@@ -10,6 +10,7 @@ import argparse
 import os
 import platform
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import chart
+import day
 import drains
 import latency
 import narrow
@@ -300,6 +302,37 @@ def measure_idle(world: World, report: Report) -> None:
                 "≤ one a look (30 s)", found.statements <= looks)  # fmt: skip
 
 
+def measure_day(world: World, report: Report) -> None:
+    """A day of 500 calls with an hour of outage, put together of pieces."""
+    found = day.day(world, max(60.0, 300 * world.scale), world.count(50, 5),
+                    max(60.0, 300 * world.scale))  # fmt: skip
+    rows = [
+        (name, f"{spent.agent_cpu:.3f}", f"{spent.database_cpu:.3f}",
+         *(f"{value / 1000:,.1f}" for value in
+           (spent.wal, spent.database_disk, spent.own_disk, spent.log)),
+         f"{spent.packets:,.0f}", f"{spent.requests:,.1f}")
+        for name, spent in (("a quiet minute", found.minute), ("a call", found.call),
+                            ("a minute of an outage", found.outage), ("the day", found.all))
+    ]  # fmt: skip
+    report.table(
+        f"A day: {day.CALLS_A_DAY} calls, an outage of an hour, settings pulled each minute",
+        ("", "agent's CPU, s", "database's CPU, s", "WAL, kB", "database to the disk, kB",
+         "agent to the disk, kB", "log, kB", "packets", "requests"),
+        rows,
+    )  # fmt: skip
+
+
+def measure_poison(world: World, report: Report) -> None:
+    """Forty entries that always fail stand first."""
+    found = day.poison(world, max(30.0, 300 * world.scale))
+    report.table(
+        f"{day.POISON} poisonous entries, {found.seconds:.0f} s",
+        ("requests for them", "a call's JSON without them, s", "with them, p50", "most"),
+        [(f"{found.requests}", f"{statistics.median(found.before):.2f}",
+          f"{statistics.median(found.delays):.2f}", f"{max(found.delays):.2f}")],
+    )  # fmt: skip
+
+
 def measure_instructions(world: World, report: Report) -> None:
     """Instructions by callgrind, of the agent alone: the same on every machine of a kind."""
     found = small.instructions(world, world.count(5000, 1000), world.count(50, 5))
@@ -400,6 +433,8 @@ MEASUREMENTS: dict[str, Callable[[World, Report], None]] = {
     "profile": measure_profile,
     "link": measure_link,
     "idle": measure_idle,
+    "day": measure_day,
+    "poison": measure_poison,
 }
 
 
