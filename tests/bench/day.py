@@ -3,6 +3,7 @@ call after the other, an outage. And what forty poisonous entries cost the calls
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,34 +43,44 @@ class Spent:
         return Spent(**{name: mine[name] + times * others[name] for name in mine})
 
 
-def _cluster(db: Database) -> tuple[float, float]:
-    """CPU seconds and bytes written to a disk, of the database's processes that last."""
-    server = db.value("select min(pid) from pg_stat_activity where backend_type = 'checkpointer'")
-    parent = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()[1]
-    cpu = disk = 0.0
-    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        except OSError:  # a session that has ended
-            continue
-        cpu += (int(fields[11]) + int(fields[12])) / TICKS
-        disk += int(io["write_bytes"])
-    return cpu, disk
+class Cluster:
+    """CPU seconds and bytes written to a disk, of all of the database's processes; of one that has
+    ended, as it was seen last."""
+
+    def __init__(self, db: Database) -> None:
+        name = "select pid from pg_stat_activity where backend_type = 'checkpointer'"
+        status = Path(f"/proc/{db.value(name)}/stat").read_text()
+        self.parent = status.rsplit(")", 1)[1].split()[1]
+        self.seen: dict[str, tuple[float, float]] = {}
+
+    def look(self) -> tuple[float, float]:
+        children = Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text()
+        for pid in children.split():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                cpu = (int(fields[11]) + int(fields[12])) / TICKS
+                self.seen[pid] = (cpu, written(int(pid)))
+        cpus, sizes = zip(*self.seen.values(), strict=True)
+        return sum(cpus), sum(sizes)
 
 
-def _spent(world: World, db: Database, agent: Watched, frontend: Frontend) -> Spent:
+def written(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return float(dict(line.split(": ") for line in lines)["write_bytes"])
+
+
+def _spent(
+    world: World, db: Database, cluster: Cluster, agent: Watched, frontend: Frontend
+) -> Spent:
     """Everything so far; what is dirty is on the disk first."""
     with db.admin() as admin:
         admin.execute("checkpoint")
     agent.look()
-    own = Path(f"/proc/{agent.process.pid}/io").read_text().splitlines()
-    written = dict(line.split(": ") for line in own)["write_bytes"]
     lines = Path("/proc/net/dev").read_text().splitlines()
     loopback = next(line for line in lines if line.strip().startswith("lo:")).split()
-    cpu, disk = _cluster(db)
+    cpu, disk = cluster.look()
     return Spent(
-        agent.cpu, cpu, world.cost(db).wal, disk, float(written),
+        agent.cpu, cpu, world.cost(db).wal, disk, written(agent.process.pid),
         float(agent.log.stat().st_size), float(loopback[2]), float(len(frontend.requests)),
     )  # fmt: skip
 
@@ -88,15 +99,18 @@ def day(world: World, quiet: float, calls: int, outage: float) -> Day:
         backend = Backend(db, world.directory / "backend-day")
         example().serve(frontend)
         first_start(world, db)
+        cluster = Cluster(db)
         settings = {"FRONTEND_BASE_URL": frontend.url, "FRONTEND_SYNC_INTERVAL_SEC": 60,
                     "SYNC_RECORDINGS_DIR": backend.recordings_dir,
                     "SYNC_DELETE_AFTER_SEC": 1}  # fmt: skip
         with world.agent_ready(db, **settings) as agent:
 
             def piece(act: Callable[[], None]) -> tuple[Spent, float]:
-                before, began = _spent(world, db, agent, frontend), time.monotonic()
+                before, began = _spent(world, db, cluster, agent, frontend), time.monotonic()
                 act()
-                return _spent(world, db, agent, frontend) - before, time.monotonic() - began
+                return _spent(
+                    world, db, cluster, agent, frontend
+                ) - before, time.monotonic() - began
 
             def some_calls(number: int = calls) -> None:
                 for _ in range(number):
