@@ -18,6 +18,7 @@ from chance import TIMES
 from desk import Typist
 from frontend import Frontend
 from pg import Cluster, Database
+from pi import Pi
 from proxy import Proxy
 
 settings.load_profile("new" if TIMES else "same")
@@ -64,6 +65,11 @@ def agent(db: Database, frontend: Frontend, backend: Backend) -> Iterator[AgentF
     factory = AgentFactory(db, frontend, backend)
     yield factory
     factory.close()
+
+
+@pytest.fixture
+def pi(agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database) -> Pi:
+    return Pi(agent, backend, frontend, db)
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ import psycopg
 import serversync
 from agent import agent_env
 from backend import Backend
+from desk import Desk
 from frontend import Frontend, Json, Request
 from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 PATHS = {
@@ -226,6 +228,20 @@ class Puller:
                     troubles.append(audio.failed(file, str(trouble)))
         return troubles
 
+
+class Office(Puller):
+    """Pulls for an office: what its people want is in the tables already."""
+
+    def __init__(self, pi: Pi, wanted: Desired | None = None) -> None:
+        super().__init__(pi.db, pi.frontend, pi.backend)
+        self.frontend, self.desk, self.wanted = pi.frontend, Desk(pi.agent), wanted or example()
+        self.apply()
+
+    def apply(self) -> dict[str, serversync.Section]:
+        """What people want now is pulled."""
+        self.wanted.serve(self.frontend)
+        return self()
+
     def held(self) -> list[str]:
-        """The sections that are held after one more pull."""
-        return [name for name, section in self().items() if section.held]
+        """The sections that are held after that."""
+        return [name for name, section in self.apply().items() if section.held]

@@ -6,16 +6,18 @@ import threading
 import time
 import uuid
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import serversync
-from agent import AgentFactory
+from agent import Agent
 from backend import Backend
 from desk import Desk
-from frontend import Frontend, Json, Reply, script
+from frontend import Frontend, Json, Reply, Request, script
 from pg import Database
+from pi import Pi
 from settings import (
     AUDIO,
     BUSY,
@@ -23,6 +25,7 @@ from settings import (
     SECTIONS,
     VOICE,
     Desired,
+    Office,
     Puller,
     announcement,
     asked,
@@ -41,6 +44,8 @@ from settings import (
 )
 from waiting import wait_until
 
+NO_WAV = b"no WAV: that is another test's"
+
 
 @pytest.fixture
 def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
@@ -48,22 +53,27 @@ def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
 
 
 @pytest.fixture
-def desk(pull: Puller, agent: AgentFactory) -> Desk:
-    return Desk(agent)
+def office(pi: Pi) -> Office:
+    return Office(pi)
+
+
+def pulling(pi: Pi, interval: float = 0.1) -> Agent:
+    """An agent that has pulled what the frontend has."""
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=interval)
+    running.wait_log("ivr-flows changed")
+    return running
 
 
 # -- where it goes --------------------------------------------------------------------------------
 
 
-def test_what_people_change_reaches_the_tables_within_the_interval(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
+def test_what_people_change_reaches_the_tables_within_the_interval(pi: Pi) -> None:
     wanted = example()
-    wanted.serve(frontend)
-    agent(FRONTEND_SYNC_INTERVAL_SEC=0.3).wait_log("ivr-flows changed")
+    wanted.serve(pi.frontend)
+    pulling(pi, 0.3)
     first, second = wanted.flows
     (friends,), (one, two), (greeting, closed) = wanted.groups, wanted.rules, wanted.announcements
-    found = tables(db)
+    found = tables(pi.db)
 
     assert found["registered_numbers"] == [
         ("+81312345678", friends["id"], "friends"),
@@ -84,13 +94,13 @@ def test_what_people_change_reaches_the_tables_within_the_interval(
         "defaultAction": {"actionType": "allow", "actionConfig": VOICE},
     }
     times = "SELECT updated_at FROM announcements WHERE updated_at <> '2026-11-18 09:00:00+00'"
-    assert not db.rows(times)
+    assert not pi.db.rows(times)
 
     wanted.rules.reverse()
     wanted.groups[0]["phoneNumbers"].append("03(1234)5679")
-    wanted.serve(frontend)
-    wait_until(lambda: len(tables(db)["registered_numbers"]) == 3, what="the new number")
-    assert sorted((row[5], row[0]) for row in tables(db)["call_action_rules"]) == [
+    wanted.serve(pi.frontend)
+    wait_until(lambda: len(tables(pi.db)["registered_numbers"]) == 3, what="the new number")
+    assert sorted((row[5], row[0]) for row in tables(pi.db)["call_action_rules"]) == [
         (0, two["id"]),
         (1, one["id"]),
     ]
@@ -379,19 +389,15 @@ def test_flows_may_lead_back_and_a_long_chain_is_no_recursion() -> None:
 
 
 @pytest.mark.parametrize("bad", [{}, [], "", 0, False])
-def test_an_action_without_anything_in_it_is_a_bad_one(
-    pull: Puller, frontend: Frontend, db: Database, bad: Any
-) -> None:
-    wanted = example()
-    wanted.actions["defaultAction"] = {"actionType": "deny", "actionConfig": BUSY}
-    wanted.serve(frontend)
-    pull()
-    before = tables(db)
-    wanted.actions["defaultAction"] = wanted.flows[0]["fallbackAction"] = bad
-    wanted.serve(frontend)
-    pull()
-    assert tables(db) == before
-    assert len(skipped(db, "call-actions")) == len(skipped(db, "ivr-flows")) == 1
+def test_an_action_without_anything_in_it_is_a_bad_one(office: Office, bad: Any) -> None:
+    actions = office.wanted.actions
+    actions["defaultAction"] = {"actionType": "deny", "actionConfig": BUSY}
+    office.apply()
+    before = tables(office.db)
+    actions["defaultAction"] = office.wanted.flows[0]["fallbackAction"] = bad
+    office.apply()
+    assert tables(office.db) == before
+    assert len(skipped(office.db, "call-actions")) == len(skipped(office.db, "ivr-flows")) == 1
 
 
 def test_a_bad_action_stays_as_it_was(pull: Puller, frontend: Frontend, db: Database) -> None:
@@ -409,37 +415,31 @@ def test_a_bad_action_stays_as_it_was(pull: Puller, frontend: Frontend, db: Data
 
 
 def test_all_kinds_of_bad_items_at_once_leave_the_good_ones_in_the_tables(
-    pull: Puller, desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database
+    pi: Pi, office: Office
 ) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    before = tables(db)
+    wanted, before = office.wanted, tables(pi.db)
     lists = (wanted.groups, wanted.rules, wanted.announcements, wanted.flows)
     for name, item, _ in ITEMS:
         lists[SECTIONS.index(name)].append(item)
     wanted.groups[0]["phoneNumbers"] += [number for number, _ in GROUPS]
     wanted.flows[0]["routes"] += [item for item, _ in ROUTES]
-    wanted.serve(frontend)
+    wanted.serve(pi.frontend)
     for path in PATHS.values():  # what Python's json writes and nobody should
-        frontend.pages[path] = (
-            json.dumps(frontend.pages[path]).replace("Infinity", "1e999").encode()
-        )
-    shown = desk("settings", "pull").stdout
-    after = tables(db)
+        page = json.dumps(pi.frontend.pages[path]).replace("Infinity", "1e999")
+        pi.frontend.pages[path] = page.encode()
+    shown = office.desk("settings", "pull").stdout
 
-    assert after == before
+    assert tables(pi.db) == before
     assert "skipped: " in shown and "no phone number" in shown
-    counted = {name: row["skipped"] for name, row in sections(db).items()}
     expected = {name: sum(each == name for each, _, _ in ITEMS) for name in SECTIONS}
     expected["number-groups"] += len(GROUPS)
     expected["ivr-flows"] += len(ROUTES)
-    assert counted == expected
-    screen = desk("settings").stdout
+    assert {name: row["skipped"] for name, row in sections(pi.db).items()} == expected
+    screen = office.desk("settings").stdout
     assert re.search(r"^number-groups +1 group, 2 numbers +13 ", screen, re.M)
     assert "'110'" in screen and "is longer than 100 characters" in screen
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
-    wait_pulls(db, 3)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
+    wait_pulls(pi.db, 3)
     assert not running.lines("skipped"), "said again although nothing changed"
 
 
@@ -462,81 +462,68 @@ SPOILT: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_bad_item_never_costs_a_good_row(
-    pull: Puller, frontend: Frontend, db: Database, what: str
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
+def test_a_bad_item_never_costs_a_good_row(office: Office, what: str) -> None:
+    db, (section, bad) = office.db, SPOILT[what]
     db.execute(REFERS)
     before = tables(db)
-    section, bad = SPOILT[what]
-    getattr(wanted, section)[0] |= bad
-    wanted.serve(frontend)
+    items = getattr(office.wanted, section)
+    items[0] |= bad
     for _ in range(2):
-        outcomes = pull()
-    assert tables(db) == before and not db.rows(
-        "SELECT FROM routing_rules WHERE ivr_flow_id IS NULL"
-    )
-    assert sum(section.skipped for section in outcomes.values()) == 1
-    getattr(wanted, section).clear()  # what is not in the answer any more goes all the same
-    wanted.serve(frontend)
-    pull()
-    for name in pull.held():
+        outcomes = office.apply()
+    assert tables(db) == before
+    assert not db.rows("SELECT FROM routing_rules WHERE ivr_flow_id IS NULL")
+    assert sum(outcome.skipped for outcome in outcomes.values()) == 1
+    items.clear()  # what is not in the answer any more goes all the same
+    office.apply()
+    for name in office.held():
         assert db.execute(serversync.SETTINGS_ACCEPT, {"section": name})
-    pull()
+    office()
     table = {"groups": "registered_numbers", "rules": "call_action_rules", "flows": "ivr_flows"}
     assert not tables(db)[table.get(section, section)]
 
 
 def test_a_bad_route_leaves_the_stored_one_and_a_new_flow_has_a_way_out_all_the_same(
-    pull: Puller, frontend: Frontend, db: Database
+    office: Office,
 ) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
+    db, wanted = office.db, office.wanted
     before = places(db)
-    wanted.flows[0]["routes"][0]["destination"]["actionCode"] = None
+    routes = wanted.flows[0]["routes"]
+    routes[0]["destination"]["actionCode"] = None
     wanted.flows.append(flow(route("1", None), fallbackAction={"actionCode": None}))
-    wanted.serve(frontend)
-    pull()
+    office.apply()
     assert {row[1] for row in before - places(db)} <= {rule["id"] for rule in wanted.rules}
     made = db.dicts("SELECT * FROM ivr_nodes WHERE flow_id = %s", (wanted.flows[-1]["id"],))
     assert sorted((row["depth"], row["action_code"]) for row in made) == [
         (0, None), (1, None), (2, "VR"),
     ]  # fmt: skip
-    wanted.flows[0]["routes"][0]["destination"]["actionCode"] = "AA"
-    del wanted.flows[0]["routes"][1]
-    wanted.serve(frontend)
-    pull()
+    routes[0]["destination"]["actionCode"] = "AA"
+    del routes[1]
+    office.apply()
     ways = "SELECT dtmf_key, action_code FROM ivr_transitions t JOIN ivr_nodes n"
     ways += " ON n.id = t.to_node_id WHERE n.flow_id = %s AND dtmf_key IS NOT NULL"
     assert db.rows(ways, (wanted.flows[0]["id"],)) == [("1", "AA")]
 
 
-def test_what_leads_nowhere_stays_and_is_silent(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    url = "/audio/announcements/a.wav"
-    frontend.pages[url] = b"no WAV: that is another test's"
-    wanted = example()
-    sound, gone = announcement("sound", audioFileUrl=url), new_id()
+def test_what_leads_nowhere_stays_and_is_silent(office: Office) -> None:
+    url = f"{AUDIO}a.wav"
+    office.frontend.pages[url] = NO_WAV
+    wanted, gone = office.wanted, new_id()
+    sound = announcement("sound", audioFileUrl=url)
     wanted.announcements.append(sound)
     wanted.flows[0] |= {"announcementId": sound["id"]}
     wanted.flows[0]["fallbackAction"] = {"actionCode": "AN", "announcementId": sound["id"]}
-    wanted.rules[0]["callerGroupId"] = wanted.groups[0]["id"]
-    wanted.serve(frontend)
-    pull()
-    before = tables(db)
+    office.apply()
+    before = tables(office.db)
     wanted.announcements.remove(sound)
     wanted.rules[0]["callerGroupId"] = gone
-    wanted.flows[1]["routes"] += [route("7", "IV", ivrFlowId=gone), route("8", "AN")]
-    wanted.flows[1]["routes"][-1]["destination"]["announcementId"] = "no-uuid"
+    wanted.flows[1]["routes"] += [
+        route("7", "IV", ivrFlowId=gone),
+        route("8", "AN", announcementId="no-uuid"),
+        route("9", "IV", ivrFlowId=wanted.flows[0]["id"]),
+    ]
     wanted.flows[1]["announcementId"] = ""
-    wanted.flows[1]["routes"].append(route("9", "IV", ivrFlowId=wanted.flows[0]["id"]))
-    wanted.serve(frontend)
-    pull()
-    after = tables(db)
+    office.apply()
+    after = tables(office.db)
 
     assert gone in {row[2] for row in after["call_action_rules"]}
     assert len(after["call_action_rules"]) == 2 and after["ivr_flows"] == before["ivr_flows"]
@@ -544,76 +531,69 @@ def test_what_leads_nowhere_stays_and_is_silent(
     assert len(after["ivr_transitions"]) == len(before["ivr_transitions"]) + 3
     assert [row[5] for row in before["ivr_nodes"]].count(url) == 2
     assert not [row for row in after["ivr_nodes"] if row[5]]
-    remarks = sections(db)["ivr-flows"]["remarks"]
+    remarks = sections(office.db)["ivr-flows"]["remarks"]
     assert not any(each["skipped"] for each in remarks)
-    said = {each["reason"] for each in remarks}
-    assert said == {f"there is no announcement {each}: silence instead"
-                    for each in (sound["id"], "no-uuid")}  # fmt: skip
+    assert {each["reason"] for each in remarks} == {
+        f"there is no announcement {each}: silence instead" for each in (sound["id"], "no-uuid")
+    }
 
 
-def test_a_group_that_comes_between_two_questions_takes_no_rule_out(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    asked_for: list[str] = []
+def changes_before_the_answer(office: Office, number: int, change: Any) -> list[str]:
+    """Before that answer (counted from one) somebody changes what is wanted; what was asked."""
+    paths: list[str] = []
 
-    def hook(request: Any) -> Reply | None:
+    def hook(request: Request) -> None:
+        paths.append(request.path)
+        if len(paths) == number:
+            change()
+            office.wanted.serve(office.frontend)
+
+    office.frontend.on_head = hook
+    return paths
+
+
+def test_a_group_that_comes_between_two_questions_takes_no_rule_out(office: Office) -> None:
+    new, (first, _) = group("0312345670", name="new"), office.wanted.rules
+
+    def change() -> None:
         """Between the first answer and the second a rule is given a new group."""
-        asked_for.append(request.path)
-        if len(asked_for) == 2:
-            wanted.groups.append(group("0312345670", name="new"))
-            wanted.rules[0]["callerGroupId"] = wanted.groups[1]["id"]
-            wanted.serve(frontend)
-        return None
+        office.wanted.groups.append(new)
+        first["callerGroupId"] = new["id"]
 
-    frontend.on_head = hook
-    outcomes = pull()
-    assert asked_for == [PATHS[name] for name in serversync.SOURCES]
-    assert not outcomes["call-actions"].remarks
-    found = tables(db)
+    paths = changes_before_the_answer(office, 2, change)
+    assert not office()["call-actions"].remarks
+    assert paths == [PATHS[name] for name in serversync.SOURCES]
+    found = tables(office.db)
     assert len(found["call_action_rules"]) == 2
     groups = {None, *(row[1] for row in found["registered_numbers"])}
     assert {row[2] for row in found["call_action_rules"]} <= groups, "a rule of no numbers"
-    pull()
-    assert wanted.groups[1]["id"] in {row[2] for row in tables(db)["call_action_rules"]}
+    office()
+    assert new["id"] in {row[2] for row in tables(office.db)["call_action_rules"]}
 
 
 def test_an_announcement_that_comes_between_two_questions_makes_no_flow_silent(
-    pull: Puller, frontend: Frontend
+    office: Office,
 ) -> None:
-    wanted, later = example(), announcement("new")
-    wanted.serve(frontend)
-    asked_for: list[str] = []
+    new, (first, _) = announcement("new"), office.wanted.flows
 
-    def hook(request: Any) -> Reply | None:
-        asked_for.append(request.path)
-        if len(asked_for) == len(SECTIONS):
-            wanted.announcements.append(later)
-            wanted.flows[0]["announcementId"] = later["id"]
-            wanted.serve(frontend)
-        return None
+    def change() -> None:
+        office.wanted.announcements.append(new)
+        first["announcementId"] = new["id"]
 
-    frontend.on_head = hook
-    assert not pull()["ivr-flows"].remarks
-    assert not pull()["ivr-flows"].remarks
+    changes_before_the_answer(office, len(SECTIONS), change)
+    for _ in range(2):
+        assert not office()["ivr-flows"].remarks
 
 
 @pytest.mark.parametrize("same", ["1 ", "1\u3000"])
-def test_a_key_that_stands_twice_stops_no_other_flow(
-    pull: Puller, frontend: Frontend, db: Database, same: str
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    wanted.flows.append(flow(route("1", "AA"), route(same, "BB")))
-    wanted.flows[0]["name"] = "another name"
-    wanted.serve(frontend)
+def test_a_key_that_stands_twice_stops_no_other_flow(office: Office, same: str) -> None:
+    office.wanted.flows.append(flow(route("1", "AA"), route(same, "BB")))
+    office.wanted.flows[0]["name"] = "another name"
     for _ in range(2):
-        assert not any(outcome.error for outcome in pull().values())
-        assert "another name" in {row[1] for row in tables(db)["ivr_flows"]}
-        codes = [row[4] for row in tables(db)["ivr_nodes"] if row[1] == wanted.flows[-1]["id"]]
+        assert not any(outcome.error for outcome in office.apply().values())
+        found, last = tables(office.db), office.wanted.flows[-1]["id"]
+        assert "another name" in {row[1] for row in found["ivr_flows"]}
+        codes = [row[4] for row in found["ivr_nodes"] if row[1] == last]
         assert sorted(filter(None, codes)) == ["AA", "VM"]
 
 
@@ -630,79 +610,62 @@ def test_a_number_without_end_costs_its_item_alone(
     assert skipped(db, "ivr-flows") == ["timeoutSec is no number that fits"]
 
 
-def test_nul_characters_and_half_surrogates_are_dropped_and_said(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    nasty = "a\0b\ud800c😀"
-    wanted = example()
+def test_nul_characters_and_half_surrogates_are_dropped_and_said(office: Office) -> None:
+    nasty, clean = "a\0b\ud800c😀", "abc😀"
+    wanted = office.wanted
     wanted.groups[0]["name"] = wanted.rules[0]["name"] = nasty
     wanted.rules[0]["actionConfig"] = {nasty: [nasty]}
     wanted.announcements[0] |= {"name": nasty, "ttsText": nasty}
     wanted.flows[0] |= {"name": nasty}
     wanted.flows[0]["routes"][0]["destination"]["scenarioId"] = nasty
-    wanted.serve(frontend)
-    pull()
-    found = tables(db)
+    office.apply()
+    found = tables(office.db)
 
-    clean = "abc😀"
     assert {row[2] for row in found["registered_numbers"]} == {clean}
     assert clean in {row[1] for row in found["call_action_rules"]}
     assert {clean: [clean]} in [row[4] for row in found["call_action_rules"]]
     assert clean in {row[1] for row in found["announcements"]}
     assert clean in {row[6] for row in found["announcements"]}
     assert any(clean in (row[6] or "") for row in found["ivr_nodes"])
-    for row in sections(db).values():
+    for row in sections(office.db).values():
         assert any("dropped from it" in each["reason"] for each in row["remarks"])
         assert row["skipped"] == 0
 
 
 @pytest.mark.parametrize("at", ["infinity", None])
-def test_a_stored_time_that_is_none_stops_nothing(
-    pull: Puller, frontend: Frontend, db: Database, at: str | None
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
+def test_a_stored_time_that_is_none_stops_nothing(office: Office, at: str | None) -> None:
+    db = office.db
     db.execute("ALTER TABLE announcements ALTER updated_at DROP NOT NULL")
     db.execute("UPDATE announcements SET audio_file_url = %s, updated_at = %s", (AUDIO + "a", at))
-    wanted.announcements[0]["name"] = "x" * 101  # as it is stored
-    wanted.flows[0]["name"] = "another name"
-    wanted.serve(frontend)
-    assert not any(outcome.error for outcome in pull().values())
+    office.wanted.announcements[0]["name"] = "x" * 101  # as it is stored
+    office.wanted.flows[0]["name"] = "another name"
+    assert not any(outcome.error for outcome in office.apply().values())
     assert "another name" in {row[1] for row in tables(db)["ivr_flows"]}
 
 
 # -- unchanged means untouched --------------------------------------------------------------------
 
 
-def heartbeat(db: Database) -> Any:
-    return db.value("SELECT max(updated_at) FROM call_action_rules")
+def test_what_did_not_change_is_not_touched(pi: Pi) -> None:
+    example().serve(pi.frontend)
+    running = pulling(pi)
+    wait_pulls(pi.db)
+    before = places(pi.db)  # the heartbeat, too
+    wait_pulls(pi.db, 5)
 
-
-def test_what_did_not_change_is_not_touched(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
-    example().serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
-    running.wait_log("ivr-flows changed")
-    wait_pulls(db)
-    before, times = places(db), heartbeat(db)
-    wait_pulls(db, 5)
-
-    assert places(db) == before and heartbeat(db) == times
+    assert places(pi.db) == before
     assert len(running.lines("changed: ")) == 4
-    assert not db.rows("SELECT FROM sync_outbox"), "the agent adds no entries"
+    assert not pi.db.rows("SELECT FROM sync_outbox"), "the agent adds no entries"
 
 
 def test_a_full_pull_compares_all_moves_the_heartbeat_and_touches_nothing_else(
-    pull: Puller, frontend: Frontend, db: Database
+    office: Office,
 ) -> None:
-    example().serve(frontend)
-    pull()
+    db = office.db
     db.execute("UPDATE call_action_rules SET updated_at = '2026-01-01'")
     db.execute("UPDATE call_action_rules SET updated_at = '2036-01-01' WHERE priority = 1")
     before = places(db)
-    pull()
+    office()
     moved = before ^ places(db)
 
     assert {place[0] for place in moved} == {"call_action_rules"} and len(moved) == 2
@@ -722,29 +685,21 @@ def test_without_rules_the_heartbeat_is_that_of_system_settings(
 
 
 def test_the_agent_moves_the_heartbeat_when_it_is_due_and_not_when_the_pull_fails(
-    agent: AgentFactory, frontend: Frontend, db: Database
+    pi: Pi, office: Office
 ) -> None:
-    example().serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
-    running.wait_log("ivr-flows changed")
-    assert running.stop()[0] == 0
-    db.execute("UPDATE call_action_rules SET updated_at = '2026-01-01'")
-    good = frontend.pages.pop(PATHS["ivr-flows"])
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    pi.db.execute("UPDATE call_action_rules SET updated_at = '2026-01-01'")
+    heartbeat = "SELECT max(updated_at) > '2026-01-02' FROM call_action_rules"
+    good = pi.frontend.pages.pop(PATHS["ivr-flows"])
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
     running.wait_log("no settings now")
-    assert db.value("SELECT max(updated_at) = '2026-01-01' FROM call_action_rules")
-    frontend.pages[PATHS["ivr-flows"]] = good
+    assert not pi.db.value(heartbeat)
+    pi.frontend.pages[PATHS["ivr-flows"]] = good
     running.hup()
-    wait_until(
-        lambda: db.value("SELECT max(updated_at) > '2026-01-02' FROM call_action_rules"),
-        what="the heartbeat",
-    )
+    wait_until(lambda: pi.db.value(heartbeat), what="the heartbeat")
 
 
-def test_what_others_changed_is_put_back(pull: Puller, frontend: Frontend, db: Database) -> None:
-    example().serve(frontend)
-    pull()
-    before = tables(db)
+def test_what_others_changed_is_put_back(office: Office) -> None:
+    before = tables(office.db)
     for statement in (
         "UPDATE registered_numbers SET group_name = 'x' WHERE phone_number = '+81312345678'",
         "UPDATE registered_numbers SET deleted_at = now() WHERE phone_number = '+819012345678'",
@@ -753,32 +708,29 @@ def test_what_others_changed_is_put_back(pull: Puller, frontend: Frontend, db: D
         "DELETE FROM ivr_nodes WHERE depth = 1",
         "UPDATE system_settings SET extra = '{}'",
     ):
-        db.execute(statement)
-    pull()
-    assert tables(db) == before
+        office.db.execute(statement)
+    office()
+    assert tables(office.db) == before
 
 
-def test_a_change_of_one_route_leaves_all_other_rows_as_they_are(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    nodes = "SELECT id, ctid, xmin FROM ivr_nodes UNION ALL SELECT id, ctid, xmin FROM ivr_flows"
-    nodes += " UNION ALL SELECT id, ctid, xmin FROM ivr_transitions"
-    before = {row[0]: row[1:] for row in db.rows(nodes)}
-    wanted.flows[0]["routes"][0]["destination"]["actionCode"] = "VR"
-    wanted.serve(frontend)
-    pull()
-    after = {row[0]: row[1:] for row in db.rows(nodes)}
+def test_a_change_of_one_route_leaves_all_other_rows_as_they_are(office: Office) -> None:
+    routes = office.wanted.flows[0]["routes"]
+
+    def rows() -> dict[str, tuple[str, ...]]:
+        """Those of the flows, each with its place."""
+        return {row[1]: row[2:] for row in places(office.db) if row[0].startswith("ivr_")}
+
+    before = rows()
+    routes[0]["destination"]["actionCode"] = "VR"
+    office.apply()
+    after = rows()
     assert set(after) == set(before)
     assert len([key for key in after if after[key] != before[key]]) == 1
 
-    wanted.flows[0]["routes"].reverse()  # their order means nothing
-    wanted.flows[0]["routes"].insert(0, route("3"))
-    wanted.serve(frontend)
-    pull()
-    later = {row[0]: row[1:] for row in db.rows(nodes)}
+    routes.reverse()  # their order means nothing
+    routes.insert(0, route("3"))
+    office.apply()
+    later = rows()
     assert {key: later[key] for key in after} == after
     assert len(later) == len(after) + 2
 
@@ -805,17 +757,13 @@ def test_numbers_that_did_not_come_from_the_frontend_stay_or_go(
 
 
 def test_a_number_that_leaves_its_groups_is_deleted_softly_and_comes_back_under_its_id(
-    pull: Puller, frontend: Frontend, db: Database
+    office: Office,
 ) -> None:
-    wanted = example()
-    numbers = wanted.groups[0]["phoneNumbers"]
-    wanted.serve(frontend)
-    pull()
+    db, numbers = office.db, office.wanted.groups[0]["phoneNumbers"]
     query = "SELECT id, deleted_at IS NULL FROM registered_numbers WHERE phone_number = %s"
-    own, _ = db.rows(query, ("+819012345678",))[0]
+    [(own, _)] = db.rows(query, ("+819012345678",))
     gone = numbers.pop()
-    wanted.serve(frontend)
-    pull()
+    office.apply()
     assert db.rows(query, (gone,)) == [(own, False)]
     db.execute(
         "INSERT INTO registered_numbers (id, phone_number, deleted_at, created_at, updated_at)"
@@ -824,8 +772,7 @@ def test_a_number_that_leaves_its_groups_is_deleted_softly_and_comes_back_under_
         (own,),
     )
     numbers.append(gone)
-    wanted.serve(frontend)
-    (change,) = pull()["number-groups"].changes
+    (change,) = office.apply()["number-groups"].changes
     assert change == ("registered_numbers", "revive", 1, [gone])
     assert (own, True) in db.rows(query, (gone,))
 
@@ -884,13 +831,11 @@ def held_for(db: Database, seconds: float) -> None:
     )
 
 
-def test_a_lost_store_does_not_wipe_the_backend(
-    desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
+def test_a_lost_store_does_not_wipe_the_backend(pi: Pi) -> None:
+    desk, frontend, db = Desk(pi.agent), pi.frontend, pi.db
     wanted = example()
     wanted.serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
-    running.wait_log("ivr-flows changed")
+    running = pulling(pi, 0.2)
     wait_pulls(db)
     before, there = tables(db), places(db)
     Desired().serve(frontend)  # ok: true, and nothing in it
@@ -903,12 +848,11 @@ def test_a_lost_store_does_not_wipe_the_backend(
     assert len(places(db) ^ there) <= 2, "no more than a heartbeat"
     assert [row["held"]["times"] > 3 for row in sections(db).values()] == [True] * 4
     assert len(running.lines("held back")) == 4, "said once"
-    checks = desk.json("doctor", code=None, FRONTEND_SYNC_INTERVAL_SEC=1)["checks"]
-    found = [check for check in checks if check["name"] == "settings"]
-    assert [check["status"] for check in found if "held back" in check["text"]] == ["failed"] * 4
-    assert 'serversync_settings_held{section="ivr-flows"} 1' in desk("metrics").stdout
     env: dict[str, Any] = {"RUNTIME_DIRECTORY": running.runtime_dir}
     env["FRONTEND_SYNC_INTERVAL_SEC"] = 1
+    held = [status for text, status in doctor(desk).items() if "held back" in text]
+    assert held == ["failed"] * 4
+    assert 'serversync_settings_held{section="ivr-flows"} 1' in desk("metrics").stdout
     assert "accept ivr-flows" in desk("status", **env).stdout
     assert "held back" in desk("settings").stdout
 
@@ -923,148 +867,123 @@ def test_a_lost_store_does_not_wipe_the_backend(
     held_for(db, 590)
     wanted.serve(frontend)  # all is there again, but for the rules
     frontend.pages[PATHS["call-actions"]] = {"ok": True, "rules": []}
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
     running.wait_log("ivr-flows is no longer held back")
     wait_pulls(db)
     assert not running.lines("held back: "), "it was said before the restart"
     assert tables(db) == before
     held_for(db, 601)
     running.wait_log("call-actions is no longer held back")
-    assert not tables(db)["call_action_rules"]
-    after = tables(db)
-    assert {k: v for k, v in after.items() if v} == {
-        k: v for k, v in before.items() if k != "call_action_rules"
-    }
+    assert tables(db) == before | {"call_action_rules": []}
+
+
+def doctor(desk: Desk, **settings: Any) -> dict[str, str]:
+    """What doctor says of the settings, each with how bad it is."""
+    settings = {"FRONTEND_SYNC_INTERVAL_SEC": 1} | settings
+    checks = desk.json("doctor", code=None, **settings)["checks"]
+    return {check["text"]: check["status"] for check in checks if check["name"] == "settings"}
 
 
 def test_a_lost_store_in_which_somebody_begins_anew_waits_for_a_person_too(
-    pull: Puller, frontend: Frontend, db: Database
+    office: Office,
 ) -> None:
-    wanted = example()
-    wanted.announcements.append(announcement("third"))
-    wanted.serve(frontend)
-    pull()
-    before = tables(db)
-    Desired().serve(frontend)
+    office.wanted.announcements.append(announcement("third"))
+    office.apply()
+    before = tables(office.db)
+    office.wanted = Desired()
     for _ in range(3):
-        assert pull.held() == SECTIONS
-    held_for(db, 9999)
-    Desired(announcements=[announcement("the first again")]).serve(frontend)
-    assert pull.held() == SECTIONS and tables(db) == before
+        assert office.held() == SECTIONS
+    held_for(office.db, 9999)
+    office.wanted = Desired(announcements=[announcement("the first again")])
+    assert office.held() == SECTIONS and tables(office.db) == before
 
 
-def test_a_section_comes_back_before_its_time_and_the_count_begins_anew(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
+def test_a_section_comes_back_before_its_time_and_the_count_begins_anew(pi: Pi) -> None:
     wanted = ten()
-    wanted.serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
+    wanted.serve(pi.frontend)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
     running.wait_log("call-actions changed")
-    rules = wanted.rules[:]
+    rules = wanted.rules[:9]
     del wanted.rules[4:]
-    wanted.serve(frontend)
+    wanted.serve(pi.frontend)
     running.wait_log("call-actions held back: 4 rules came, 10 rules are there")
-    del rules[9:]
     wanted.rules[:] = rules
-    wanted.serve(frontend)
+    wanted.serve(pi.frontend)
     running.wait_log("call-actions is no longer held back")
-    wait_pulls(db)
-    row = sections(db)["call-actions"]
-    assert row["held"] == {}
-    assert len(tables(db)["call_action_rules"]) == 9
+    wait_pulls(pi.db)
+    assert sections(pi.db)["call-actions"]["held"] == {}
+    assert len(tables(pi.db)["call_action_rules"]) == 9
 
 
-def test_what_a_held_section_is_pointed_at_for_is_still_there(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    before = tables(db)
+def test_what_a_held_section_is_pointed_at_for_is_still_there(office: Office) -> None:
+    before = tables(office.db)
     for name in ("number-groups", "announcements"):
-        frontend.pages[PATHS[name]] = Desired().answers[name]
-    pull()
-    assert tables(db) == before and not any(skipped(db, name) for name in SECTIONS)
+        office.frontend.pages[PATHS[name]] = Desired().answers[name]
+    office()
+    assert tables(office.db) == before
+    assert not any(skipped(office.db, name) for name in SECTIONS)
 
 
-def test_an_operator_accepts_a_section_and_only_what_was_seen(
-    pull: Puller, desk: Desk, frontend: Frontend, db: Database
-) -> None:
-    wanted = ten()
-    wanted.serve(frontend)
-    pull()
-    assert "not held back" in desk("settings", "accept", "call-actions", code=1).stderr
-    del wanted.rules[3:]
-    wanted.serve(frontend)
-    assert pull.held() == ["call-actions"]
-    assert len(tables(db)["call_action_rules"]) == 10
-    kept = wanted.rules[:]
-    wanted.rules.clear()
-    wanted.serve(frontend)
-    desk("settings", "accept", "call-actions", code=1)  # it is not what was looked at
-    assert len(tables(db)["call_action_rules"]) == 10
-    wanted.rules[:] = kept
-    wanted.serve(frontend)
-    pull()
-    assert len(tables(db)["call_action_rules"]) == 3
+def test_an_operator_accepts_a_section_and_only_what_was_seen(pi: Pi) -> None:
+    accept = ("settings", "accept", "call-actions")
+    office = Office(pi, ten())
 
-    wanted.rules.clear()
-    wanted.serve(frontend)
-    assert pull.held() == ["call-actions"]
-    shown = desk("settings", "accept", "call-actions").stdout
-    assert "call_action_rules  delete" in shown
-    assert not tables(db)["call_action_rules"]
+    def number() -> int:
+        return len(tables(office.db)["call_action_rules"])
+
+    assert "not held back" in office.desk(*accept, code=1).stderr
+    seen = office.wanted.rules[:3]
+    office.wanted.rules[:] = seen
+    assert office.held() == ["call-actions"] and number() == 10
+    office.wanted.rules.clear()
+    office.wanted.serve(office.frontend)
+    office.desk(*accept, code=1)  # it is not what was looked at
+    assert number() == 10
+    office.wanted.rules[:] = seen
+    office.apply()
+    assert number() == 3
+
+    office.wanted.rules.clear()
+    assert office.held() == ["call-actions"]
+    assert "call_action_rules  delete" in office.desk(*accept).stdout
+    assert number() == 0
 
 
-def test_an_accepted_section_is_applied_by_the_agent_when_the_frontend_is_back(
-    pull: Puller, desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
-    wanted = ten()
-    wanted.serve(frontend)
-    pull()
-    wanted.rules.clear()
-    wanted.serve(frontend)
-    pull()
-    frontend.stop()
-    desk("settings", "accept", "call-actions", code=69)  # nobody answers: the next pull
-    frontend.start()
-    agent(FRONTEND_SYNC_INTERVAL_SEC=0.2).wait_log("call-actions changed")
-    assert not tables(db)["call_action_rules"]
+def test_an_accepted_section_is_applied_by_the_agent_when_the_frontend_is_back(pi: Pi) -> None:
+    office = Office(pi, ten())
+    office.wanted.rules.clear()
+    office.apply()
+    pi.frontend.stop()
+    pi.once("settings", "accept", "call-actions", code=69)  # nobody answers: the next pull
+    pi.frontend.start()
+    pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2).wait_log("call-actions changed")
+    assert not tables(pi.db)["call_action_rules"]
 
 
-def test_what_stays_of_bad_items_counts_and_does_not_hold_back_the_others(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    wanted = example()
+def test_what_stays_of_bad_items_counts_and_does_not_hold_back_the_others(office: Office) -> None:
+    db, wanted = office.db, office.wanted
     wanted.groups += [group(*(f"03-1234-56{n}" for n in range(10, 40)), name="large")]
-    wanted.serve(frontend)
-    pull()
+    office.apply()
     wanted.groups[1]["name"] = "x" * 256
     wanted.groups[0]["phoneNumbers"].append("03-1234-5679")
-    wanted.serve(frontend)
     for _ in range(2):
-        assert not pull.held()
+        assert not office.held()
     assert len(tables(db)["registered_numbers"]) == 33
     assert sections(db)["number-groups"]["counts"] == {"groups": 2, "numbers": 33}
     for item in (*wanted.groups, *wanted.rules, *wanted.announcements, *wanted.flows):
         item["name"] = "x" * 256
-    wanted.serve(frontend)
     before = tables(db)
-    assert not pull.held() and tables(db) == before
-    Desired().serve(frontend)
-    assert pull.held() == SECTIONS and tables(db) == before
+    assert not office.held() and tables(db) == before
+    office.wanted = Desired()
+    assert office.held() == SECTIONS and tables(db) == before
 
 
-def test_a_first_pull_is_compared_with_what_is_in_the_tables(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    example().serve(frontend)
-    pull()
-    before = tables(db)
-    db.execute("DROP SCHEMA serversync CASCADE")
-    make_schema(db)
-    Desired().serve(frontend)
-    assert pull.held() == SECTIONS and tables(db) == before
+def test_a_first_pull_is_compared_with_what_is_in_the_tables(office: Office) -> None:
+    before = tables(office.db)
+    office.db.execute("DROP SCHEMA serversync CASCADE")
+    make_schema(office.db)
+    office.wanted = Desired()
+    assert office.held() == SECTIONS and tables(office.db) == before
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -1095,191 +1014,138 @@ FAULTS: dict[str, Reply | Json | bytes] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_middle_leaves_the_last_good_settings(
-    pull: Puller, desk: Desk, frontend: Frontend, db: Database, fault: str
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    before, there = tables(db), places(db)
-    example().serve(frontend)
-    frontend.pages[PATHS["ivr-flows"]] = FAULTS[fault]  # the last of the four
+def test_a_fault_in_the_middle_leaves_the_last_good_settings(office: Office, fault: str) -> None:
+    there = places(office.db)
+    example().serve(office.frontend)
+    office.frontend.pages[PATHS["ivr-flows"]] = FAULTS[fault]  # the last of the four
     if fault == "a byte at a time":  # only a deadline ends it
-        error = desk("settings", "pull", code=69, SYNC_TIMEOUT_SEC=1).stderr
+        error = office.desk("settings", "pull", code=69, SYNC_TIMEOUT_SEC=1).stderr
         assert "no settings now, the last good ones stay" in error
     else:
         with pytest.raises(serversync.NotNow):
-            pull(SYNC_TIMEOUT_SEC=1)
-    assert tables(db) == before and places(db) == there
+            office(SYNC_TIMEOUT_SEC=1)
+    assert places(office.db) == there
 
 
-def test_half_of_the_sections_are_not_applied(
-    pull: Puller, frontend: Frontend, db: Database
+def test_a_pull_that_fails_is_said_once_backs_off_and_is_no_outage_of_the_deliveries(
+    pi: Pi,
 ) -> None:
-    example().serve(frontend)
-    pull()
-    there = places(db)
-    example().serve(frontend)
-    for name in ("number-groups", "announcements"):
-        frontend.pages[PATHS[name]] = Reply(503)
-    with pytest.raises(serversync.NotNow):
-        pull()
-    assert places(db) == there
-
-
-def test_a_pull_that_fails_is_said_once_and_is_no_outage_of_the_deliveries(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    frontend.pages[PATHS["announcements"]] = Reply(500)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    pi.frontend.pages[PATHS["announcements"]] = Reply(500)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
     running.wait_log("no settings now, the last good ones stay: ")
-    seqs = [backend.enqueue() for _ in range(3)]
-    frontend.wait(lambda: set(seqs) <= set(frontend.seqs()), what="the entries")
-    wait_until(lambda: not db.pending(), what="their marks")
-    assert not db.rows("SELECT FROM serversync.waiting")
-    example().serve(frontend)
-    running.hup()
+    running.wait_sentence("no settings since")
+    pi.wait_entry(*(pi.backend.enqueue() for _ in range(3)))
+    pi.wait_delivered()
+    assert not pi.db.rows("SELECT FROM serversync.waiting")
+    example().serve(pi.frontend)
+    running.wait_log("settings: recovered after", 30)
+    assert len(asked(pi.frontend, "number-groups")) < 10
     running.wait_log("ivr-flows changed")
     assert len(running.lines("no settings now")) == 1
     assert not running.lines("outage")
-
-
-def test_a_failing_pull_backs_off_and_a_recovery_is_said(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)  # nothing is deployed: 404
-    running.wait_log("no settings now")
-    running.wait_sentence("no settings since")
-    example().serve(frontend)
-    running.wait_log("settings: recovered after", 30)
-    gaps = asked(frontend, "number-groups")
-    assert len(gaps) < 10
     running.wait_sentence("all delivered")
 
 
-def test_entries_do_not_wait_for_a_page_of_the_settings_that_hangs(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    example().serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
-    running.wait_log("ivr-flows changed")
+def test_entries_do_not_wait_for_a_page_of_the_settings_that_hangs(pi: Pi) -> None:
+    example().serve(pi.frontend)
+    pulling(pi)
     order: list[str] = []
     release = threading.Event()
 
-    def hook(request: Any) -> Reply | None:
+    def hook(request: Request) -> None:
         order.append(request.kind)
         if request.kind == "other":
             release.wait(20)
-        return None
 
-    frontend.on_head = hook
+    pi.frontend.on_head = hook
     wait_until(lambda: order, what="a question")
-    backend.enqueue()
-    frontend.wait(lambda: frontend.entries, what="the entry")
+    pi.wait_entry(pi.backend.enqueue())
     assert order == ["other", "entries"]
     release.set()
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_page_that_trickles_holds_up_neither_a_call_nor_its_recording(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, name: str
-) -> None:
-    example().serve(frontend)
+@pytest.mark.parametrize("name", [SECTIONS[0], SECTIONS[-1]])
+def test_a_page_that_trickles_holds_up_neither_a_call_nor_its_recording(pi: Pi, name: str) -> None:
+    example().serve(pi.frontend)
     page = example().answers[name] | {"more": "x" * 2000}
-    frontend.pages[PATHS[name]] = Reply(200, {}, page, trickle=0.02)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
-    frontend.wait(lambda: asked(frontend, name), what="the question")
-    call = backend.end_call()
-    frontend.wait(lambda: call.call_log_id in frontend.files, what="the recording")
+    pi.frontend.pages[PATHS[name]] = Reply(200, {}, page, trickle=0.02)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    pi.frontend.wait(lambda: asked(pi.frontend, name), what="the question")
+    pi.wait_file(pi.backend.end_call())
     assert not running.lines("no settings now"), "the page was over before"
     running.wait_log("no settings now", 60)
 
 
-def test_a_stop_does_not_wait_for_the_settings(agent: AgentFactory, frontend: Frontend) -> None:
-    frontend.pages[PATHS["number-groups"]] = Reply(stall=60)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=1)
-    frontend.wait(lambda: asked(frontend))
+def test_a_stop_does_not_wait_for_the_settings(pi: Pi) -> None:
+    pi.frontend.pages[PATHS["number-groups"]] = Reply(stall=60)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=1)
+    pi.frontend.wait(lambda: asked(pi.frontend))
     code, seconds = running.stop()
     assert code == 0 and seconds < 10
 
 
-def test_a_pause_that_the_deliveries_were_told_is_kept_by_the_settings(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    Desired().serve(frontend)
+def test_a_pause_that_the_deliveries_were_told_is_kept_by_the_settings(pi: Pi) -> None:
+    Desired().serve(pi.frontend)
     pause = Reply(429, {"Retry-After": "3"})
-    frontend.on_entries = script(pause, pause)  # of the entry, and of the empty request
-    agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
-    frontend.wait(lambda: len(asked(frontend)) > 8, what="two pulls")
-    backend.enqueue()
-    frontend.wait(lambda: frontend.entries)
-    empty = frontend.of_kind("empty")[0]
-    accepted = frontend.of_kind("entries")[-1]
-    told = empty.finished or 0.0
-    assert accepted.started - told > 1.5
+    pi.frontend.on_entries = script(pause, pause)  # of the entry, and of the empty request
+    pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    pi.frontend.wait(lambda: len(asked(pi.frontend)) > 8, what="two pulls")
+    pi.wait_entry(pi.backend.enqueue())
+    told = pi.frontend.of_kind("empty")[0].finished or 0.0
+    accepted = pi.frontend.of_kind("entries")[-1].started
+    assert accepted - told > 1.5
     # (What was asked while the answer was on its way is none.)
-    assert not [r for r in asked(frontend) if told + 0.2 < r.started < told + 1.5]
-    frontend.wait(lambda: asked(frontend)[-1].started > accepted.started, what="a pull behind it")
+    assert not [r for r in asked(pi.frontend) if told + 0.2 < r.started < told + 1.5]
+    pi.frontend.wait(lambda: asked(pi.frontend)[-1].started > accepted, what="a pull behind it")
 
 
-def test_a_pause_that_the_settings_were_told_is_theirs_alone(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    frontend.pages[PATHS["call-actions"]] = Reply(429, {"Retry-After": "3"})
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+def test_a_pause_that_the_settings_were_told_is_theirs_alone(pi: Pi) -> None:
+    pi.frontend.pages[PATHS["call-actions"]] = Reply(429, {"Retry-After": "3"})
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
     running.wait_log("no settings now")
-    backend.enqueue()
-    frontend.wait(lambda: frontend.entries)
-    assert len(asked(frontend)) == 1
-    frontend.wait(lambda: len(asked(frontend)) > 1, what="the next pull")
-    first, second = asked(frontend)[:2]
+    pi.wait_entry(pi.backend.enqueue())
+    assert len(asked(pi.frontend)) == 1
+    pi.frontend.wait(lambda: len(asked(pi.frontend)) > 1, what="the next pull")
+    first, second = asked(pi.frontend)[:2]
     assert second.started - (first.finished or 0) >= 2.5
 
 
-def test_settings_come_while_a_long_backlog_goes_out(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    example().serve(frontend)
-    backend.enqueue_many(400)
-    frontend.on_entries = lambda request: Reply(store=True, body={"ok": True}, delay=0.05)
-    agent(FRONTEND_SYNC_INTERVAL_SEC=0.2, SYNC_BATCH_SIZE=1)
-    wait_until(lambda: frontend.entries, what="the first entry")
-    wait_until(lambda: tables(db)["ivr_flows"], what="the settings")
-    assert len(db.pending()) > 100
+def test_settings_come_while_a_long_backlog_goes_out(pi: Pi) -> None:
+    example().serve(pi.frontend)
+    pi.backend.enqueue_many(400)
+    pi.frontend.on_entries = lambda request: Reply(store=True, body={"ok": True}, delay=0.05)
+    pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2, SYNC_BATCH_SIZE=1)
+    wait_until(lambda: pi.frontend.entries, what="the first entry")
+    wait_until(lambda: tables(pi.db)["ivr_flows"], what="the settings")
+    assert len(pi.db.pending()) > 100
 
 
-def test_settings_come_while_a_recording_goes_out(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    example().serve(frontend)
-    frontend.read_rate = 200_000
-    call = backend.end_call(seconds=60)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=1)
+def test_settings_come_while_a_recording_goes_out(pi: Pi) -> None:
+    example().serve(pi.frontend)
+    pi.frontend.read_rate = 200_000
+    call = pi.backend.end_call(seconds=60)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=1)
     wait_until(lambda: (running.state()["progress"] or {}).get("bytes"), what="the upload")
     seen = len(running.lines("ivr-flows changed"))
-    wanted = example()
-    wanted.serve(frontend)
+    example().serve(pi.frontend)
     wait_until(lambda: len(running.lines("ivr-flows changed")) > seen, what="the settings")
-    assert call.call_log_id not in frontend.files, "the upload was over before"
-    frontend.read_rate = None
-    frontend.wait(lambda: frontend.playable(call.recording_id))
-    assert len(frontend.of_kind("file")) == 1
+    assert call.call_log_id not in pi.frontend.files, "the upload was over before"
+    pi.frontend.read_rate = None
+    pi.wait_file(call)
+    assert len(pi.frontend.of_kind("file")) == 1
 
 
-def test_a_reload_leads_to_another_frontend_and_off(
-    agent: AgentFactory, frontend: Frontend, db: Database, tmp_path: Any
-) -> None:
-    example().serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=60)
-    running.wait_log("ivr-flows changed")
+def test_a_reload_leads_to_another_frontend_and_off(pi: Pi, tmp_path: Path) -> None:
+    example().serve(pi.frontend)
+    running = pulling(pi, 60)
     with Frontend(tmp_path / "other") as other:
         wanted = example()
         wanted.serve(other)
-        settings = agent.env(FRONTEND_SYNC_INTERVAL_SEC=60, FRONTEND_BASE_URL=other.url)
+        settings = pi.agent.env(FRONTEND_SYNC_INTERVAL_SEC=60, FRONTEND_BASE_URL=other.url)
         running.update_env(settings)
         running.hup()
         wait_until(
-            lambda: wanted.flows[0]["id"] in {row[0] for row in tables(db)["ivr_flows"]},
+            lambda: wanted.flows[0]["id"] in {row[0] for row in tables(pi.db)["ivr_flows"]},
             what="the other's settings",
         )
         running.update_env(settings | {"FRONTEND_SYNC_INTERVAL_SEC": "0"})
@@ -1287,19 +1153,16 @@ def test_a_reload_leads_to_another_frontend_and_off(
         wait_until(lambda: len(running.lines("read again")) == 2, what="the reload")
         before = len(other.requests)
         example().serve(other)
-        db.execute("NOTIFY serversync")
+        pi.db.execute("NOTIFY serversync")
         running.stop()
         assert len(other.requests) == before
 
 
-def test_with_an_interval_of_0_nothing_is_asked(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0)
-    backend.enqueue()
-    frontend.wait(lambda: frontend.entries)
+def test_with_an_interval_of_0_nothing_is_asked(pi: Pi) -> None:
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0)
+    pi.backend.enqueue()
     running.wait_sentence("last: 1 entry")
-    assert not asked(frontend)
+    assert not asked(pi.frontend)
 
 
 # -- the database ---------------------------------------------------------------------------------
@@ -1310,9 +1173,7 @@ READ_FLOW = """
 """
 
 
-def test_a_reader_never_sees_a_flow_half_built(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
+def test_a_reader_never_sees_a_flow_half_built(pi: Pi) -> None:
     own = new_id()
     small = Desired(flows=[flow(route("1"), id=own, name="small")])
     large = Desired(flows=[flow(*(route(str(n)) for n in range(60)), id=own, name="large")])
@@ -1321,18 +1182,18 @@ def test_a_reader_never_sees_a_flow_half_built(
     over = threading.Event()
 
     def look() -> None:
-        with db.connect() as connection:
+        with pi.db.connect() as connection:
             while not over.is_set():
                 seen.update(connection.execute(READ_FLOW).fetchall())
 
     readers = [threading.Thread(target=look) for _ in range(2)]
     for reader in readers:
         reader.start()
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
-    for turn in range(8):
-        (small, large)[turn % 2].serve(frontend)
-        name = ("small", "large")[turn % 2]
-        wait_until(lambda name=name: db.rows(READ_FLOW)[0][2] == name, what=name)  # type: ignore[misc]
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    for wanted in (small, large) * 4:
+        wanted.serve(pi.frontend)
+        name = wanted.flows[0]["name"]
+        wait_until(lambda name=name: pi.db.rows(READ_FLOW)[0][2] == name, what=name)  # type: ignore[misc]
     over.set()
     for reader in readers:
         reader.join()
@@ -1340,76 +1201,73 @@ def test_a_reader_never_sees_a_flow_half_built(
 
 
 def test_a_section_that_the_database_refuses_stays_as_it_was_and_the_others_are_applied(
-    pull: Puller, agent: AgentFactory, frontend: Frontend, db: Database
+    pi: Pi, office: Office
 ) -> None:
-    example().serve(frontend)
-    pull()
-    before = tables(db)
-    db.execute("ALTER TABLE ivr_nodes ADD CHECK (action_code IS DISTINCT FROM 'XX')")
+    before = tables(pi.db)
+    pi.db.execute("ALTER TABLE ivr_nodes ADD CHECK (action_code IS DISTINCT FROM 'XX')")
     wanted = example()
     wanted.flows[1]["routes"][0]["destination"]["actionCode"] = "XX"
-    wanted.serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
+    wanted.serve(pi.frontend)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
     running.wait_log("ivr-flows cannot be applied: the database refuses it: new row for relation")
-    wait_pulls(db)
+    wait_pulls(pi.db)
 
-    after = tables(db)
+    after = tables(pi.db)
     assert {name for name in after if after[name] == before[name]} == {
         *("ivr_flows", "ivr_nodes", "ivr_transitions", "extra"),
     }
     assert len(running.lines("cannot be applied")) == 1
-    assert "violates check constraint" in sections(db)["ivr-flows"]["error"]
-    db.execute("ALTER TABLE ivr_nodes DROP CONSTRAINT ivr_nodes_action_code_check")
+    assert "violates check constraint" in sections(pi.db)["ivr-flows"]["error"]
+    pi.db.execute("ALTER TABLE ivr_nodes DROP CONSTRAINT ivr_nodes_action_code_check")
     running.wait_log("ivr-flows changed")
-    assert sections(db)["ivr-flows"]["error"] is None
+    assert sections(pi.db)["ivr-flows"]["error"] is None
 
 
-def test_a_table_that_is_missing_is_said_and_the_others_are_applied(
-    desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database
+DAMAGE = {
+    "ALTER TABLE registered_numbers DROP COLUMN group_id": {"number-groups": "column "},
+    "ALTER TABLE announcements DROP COLUMN tts_text": {"announcements": "column "},
+    "ALTER TABLE ivr_nodes DROP COLUMN depth": {"ivr-flows": "column "},
+    "DROP TABLE announcements, system_settings": {
+        "call-actions": 'relation "system_settings" does not exist',
+        "announcements": 'relation "announcements" does not exist',
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_a_table_lacks_stops_its_own_section_and_the_others_are_applied(
+    pi: Pi, damage: str
 ) -> None:
+    refused = {
+        name: f"{name} cannot be applied: the database refuses it: {why}"
+        for name, why in DAMAGE[damage].items()
+    }
+    pi.frontend.pages[f"{AUDIO}a.wav"] = NO_WAV
     wanted = example()
-    wanted.serve(frontend)
-    db.execute("DROP TABLE announcements, system_settings")
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
-    refused = "cannot be applied: the database refuses it: relation"
-    running.wait_log(f'announcements {refused} "announcements" does not exist')
-    running.wait_log(f'call-actions {refused} "system_settings" does not exist')
-    wait_until(lambda: db.value("SELECT count(*) FROM ivr_nodes") == 9, what="the flows")
-    assert db.value("SELECT count(*) FROM registered_numbers") == 2
-    checks = desk.json("doctor", code=None, FRONTEND_SYNC_INTERVAL_SEC=1)["checks"]
-    said = [check["text"] for check in checks if check["name"] == "settings"]
-    assert f'announcements {refused} "announcements" does not exist' in said
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "section"),
-    [
-        ("registered_numbers", "group_id", "number-groups"),
-        ("announcements", "tts_text", "announcements"),
-        ("ivr_nodes", "depth", "ivr-flows"),
-    ],
-)
-def test_a_table_that_lacks_a_column_stops_its_own_section(
-    agent: AgentFactory, frontend: Frontend, db: Database, table: str, column: str, section: str
-) -> None:
-    frontend.pages["/audio/announcements/a.wav"] = b"no WAV: that is another test's"
-    wanted = example()
-    wanted.announcements[0]["audioFileUrl"] = "/audio/announcements/a.wav"
-    wanted.serve(frontend)
-    db.execute(f"ALTER TABLE {table} DROP COLUMN {column} CASCADE")
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
-    running.wait_log(f"{section} cannot be applied: the database refuses it: column ")
-    wait_pulls(db)
-    errors = {name: row["error"] for name, row in sections(db).items()}
-    assert [name for name, error in errors.items() if error] == [section], errors
-    if table == "announcements":
-        assert db.value("SELECT count(*) FROM ivr_nodes WHERE audio_file_url IS NOT NULL") == 2
-    assert len(running.lines("cannot be applied")) == 1
+    wanted.announcements[0]["audioFileUrl"] = f"{AUDIO}a.wav"
+    wanted.serve(pi.frontend)
+    pi.db.execute(damage)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
+    for told in refused.values():
+        running.wait_log(told)
+    wait_pulls(pi.db)
+    errors = {name: row["error"] for name, row in sections(pi.db).items()}
+    assert [name for name, error in errors.items() if error] == list(refused), errors
+    if "number-groups" not in refused:
+        assert pi.db.value("SELECT count(*) FROM registered_numbers") == 2
+    if "ivr-flows" not in refused:
+        assert pi.db.value("SELECT count(*) FROM ivr_nodes") == 9
+    if damage.startswith("ALTER TABLE announcements"):
+        assert pi.db.value("SELECT count(*) FROM ivr_nodes WHERE audio_file_url IS NOT NULL") == 2
+    assert len(running.lines("cannot be applied")) == len(refused)
+    said = doctor(Desk(pi.agent))
+    assert all(any(text.startswith(told) for text in said) for told in refused.values()), said
 
 
 def test_a_right_that_is_missing_is_said_and_setup_grants_it(
-    desk: Desk, pull: Puller, frontend: Frontend, db: Database
+    pi: Pi, pull: Puller, frontend: Frontend, db: Database
 ) -> None:
+    desk = Desk(pi.agent)
     example().serve(frontend)
     with db.admin() as admin:  # as a least-privilege role has it: its own
         admin.execute("DROP SCHEMA serversync CASCADE")
@@ -1441,104 +1299,87 @@ def test_a_right_that_is_missing_is_said_and_setup_grants_it(
             admin.execute(f"DROP ROLE {role}")
 
 
-def test_a_row_that_the_backend_holds_is_not_waited_for(
-    pull: Puller, frontend: Frontend, db: Database
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    wanted.announcements[0]["name"] = "another name"
-    wanted.flows[0]["name"] = "another name"
-    wanted.serve(frontend)
-    with db.connect(autocommit=False) as backend:
+def test_a_row_that_the_backend_holds_is_not_waited_for(office: Office) -> None:
+    office.wanted.announcements[0]["name"] = "another name"
+    office.wanted.flows[0]["name"] = "another name"
+    with office.db.connect(autocommit=False) as backend:
         backend.execute("SELECT FROM announcements FOR UPDATE")
-        error = pull()["announcements"].error
+        error = office.apply()["announcements"].error
         assert error.startswith("the database refuses it: canceling statement due to lock timeout")
-        assert "another name" in {row[1] for row in tables(db)["ivr_flows"]}
-    pull()
-    assert "another name" in {row[1] for row in tables(db)["announcements"]}
+        assert "another name" in {row[1] for row in tables(office.db)["ivr_flows"]}
+    office()
+    assert "another name" in {row[1] for row in tables(office.db)["announcements"]}
 
 
 def test_a_backend_that_waits_for_us_while_we_wait_for_it_is_not_ended_as_a_deadlock(
-    pull: Puller, frontend: Frontend, db: Database
+    office: Office,
 ) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
-    wanted.rules[0]["name"] = wanted.announcements[0]["name"] = "another name"
-    wanted.serve(frontend)
+    office.wanted.rules[0]["name"] = office.wanted.announcements[0]["name"] = "another name"
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
     errors: list[str] = []
-    with db.connect(autocommit=False) as backend:
+    with office.db.connect(autocommit=False) as backend:
         backend.execute("SELECT FROM announcements FOR UPDATE")
-        puller = threading.Thread(target=lambda: errors.append(pull()["announcements"].error))
+        puller = threading.Thread(
+            target=lambda: errors.append(office.apply()["announcements"].error)
+        )
         puller.start()
-        wait_until(lambda: db.value(waiting), what="the pull's wait")
+        wait_until(lambda: office.db.value(waiting), what="the pull's wait")
         backend.execute("UPDATE call_action_rules SET is_active = is_active")
         backend.commit()
     puller.join()
     assert "lock timeout" in errors[0]
 
 
-def test_many_numbers_are_one_short_statement_in_bounded_memory(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
+def test_many_numbers_are_one_short_statement_in_bounded_memory(pi: Pi) -> None:
     numbers = [f"+8190{n:08}" for n in range(60_000)]
-    Desired([group(*numbers[:30_000]), group(*numbers[30_000:])]).serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=1)
+    Desired([group(*numbers[:30_000]), group(*numbers[30_000:])]).serve(pi.frontend)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=1)
     running.wait_log("number-groups changed", 60)
-    assert db.value("SELECT count(*) FROM registered_numbers") == 60_000
+    assert pi.db.value("SELECT count(*) FROM registered_numbers") == 60_000
     assert running.rss_peak_kib() < 110 * 1024
 
 
 # -- commands -------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_shows_the_difference_and_writes_nothing(
-    pull: Puller, desk: Desk, frontend: Frontend, db: Database
-) -> None:
-    wanted = example()
-    wanted.serve(frontend)
-    pull()
+def test_a_dry_run_shows_the_difference_and_writes_nothing(office: Office) -> None:
+    desk, db, wanted = office.desk, office.db, office.wanted
+    dry_run = ("settings", "pull", "--dry-run")
     state = "SELECT ctid, xmin, section FROM serversync.settings ORDER BY 3"
     before, known = places(db), db.rows(state)
-    assert desk("settings", "pull", "--dry-run").stdout == "nothing would change\n"
+    assert desk(*dry_run).stdout == "nothing would change\n"
     gone = wanted.groups[0]["phoneNumbers"].pop()
     wanted.rules[0]["name"] = "buddies"
     wanted.flows[0]["routes"].append(route("9"))
-    wanted.serve(frontend)
-    shown = desk("settings", "pull", "--dry-run").stdout.splitlines()
+    wanted.serve(office.frontend)
+    shown = desk(*dry_run).stdout.splitlines()
 
     assert [line.split()[:4] for line in shown if line][1:5] == [
         ["number-groups", "registered_numbers", "delete", gone],
         ["call-actions", "call_action_rules", "update", "buddies"],
-        *[["ivr-flows", table, "insert", kind] for table, kind in (
-            ("ivr_nodes", "EXIT"), ("ivr_transitions", "DTMF"))],
-    ]  # fmt: skip
-    as_json = desk.json("settings", "pull", "--dry-run")
+        ["ivr-flows", "ivr_nodes", "insert", "EXIT"],
+        ["ivr-flows", "ivr_transitions", "insert", "DTMF"],
+    ]
+    as_json = desk.json(*dry_run)
     assert as_json["dry_run"] and as_json["sections"][0]["changes"] == [
         {"table": "registered_numbers", "action": "delete", "count": 1, "items": [gone]}
     ]
     assert places(db) == before and db.rows(state) == known
 
 
-def test_as_json_a_pull_is_one_text_with_the_audio_that_is_missing_in_it(
-    desk: Desk, frontend: Frontend, db: Database
-) -> None:
-    gone = announcement("gone", audioFileUrl="/audio/announcements/gone.wav")
-    Desired(announcements=[gone]).serve(frontend)
-    told = desk.json("settings", "pull")
+def test_as_json_a_pull_is_one_text_with_the_audio_that_is_missing_in_it(pi: Pi) -> None:
+    gone = announcement("gone", audioFileUrl=f"{AUDIO}gone.wav")
+    office = Office(pi, Desired(announcements=[gone]))
+    told = office.desk.json("settings", "pull")
     assert list(told["audio"]["problems"]) == ["gone.wav"]
-    db.execute("UPDATE serversync.audio_files SET next_attempt_at = now()")
-    lines = desk("settings", "pull").stdout.splitlines()
+    office.db.execute("UPDATE serversync.audio_files SET next_attempt_at = now()")
+    lines = office.desk("settings", "pull").stdout.splitlines()
     assert lines[-1].startswith("gone.wav: the frontend does not have it yet")
 
 
-def test_settings_without_a_schema_or_a_frontend_say_so(
-    agent: AgentFactory, frontend: Frontend
-) -> None:
-    desk = Desk(agent)
-    frontend.stop()
+def test_settings_without_a_schema_or_a_frontend_say_so(pi: Pi) -> None:
+    desk = Desk(pi.agent)
+    pi.frontend.stop()
     assert "the schema serversync is not there" in desk("settings", code=69).stderr
     desk("once")
     assert "never" in desk("settings").stdout
@@ -1548,15 +1389,14 @@ def test_settings_without_a_schema_or_a_frontend_say_so(
         parser.parse_args(["settings", "accept", "everything"])
 
 
-def test_metrics_status_and_doctor_tell_of_the_settings(
-    desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
+def test_metrics_status_and_doctor_tell_of_the_settings(pi: Pi) -> None:
+    desk = Desk(pi.agent)
+    desk("once")
     assert "serversync_settings" not in desk("metrics").stdout
     wanted = example()
     wanted.groups[0]["phoneNumbers"].append("110")
-    wanted.serve(frontend)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=0.5)
-    running.wait_log("ivr-flows changed")
+    wanted.serve(pi.frontend)
+    running = pulling(pi, 0.5)
     env: dict[str, Any] = {"RUNTIME_DIRECTORY": running.runtime_dir}
     env["FRONTEND_SYNC_INTERVAL_SEC"] = 0.5
     running.wait_sentence("all delivered")
@@ -1577,13 +1417,12 @@ def test_metrics_status_and_doctor_tell_of_the_settings(
     assert "1 group, 2 numbers, 2 rules" in desk("status", **env).stdout
     view = desk.json("status", **env)["settings"]
     assert (view["interval"], view["trouble"], len(view["sections"])) == (0.5, None, 4)
-    frontend.pages[PATHS["call-actions"]] = Reply(401)
+    pi.frontend.pages[PATHS["call-actions"]] = Reply(401)
     running.wait_log("no settings now")
     running.wait_sentence("no settings since")
     assert "serversync_settings_failing 1" in desk("metrics", **env).stdout
     assert "the frontend does not accept our credentials" in desk("status", **env).stdout
-    checks = desk.json("doctor", code=None, **env)["checks"]
-    texts = [check["text"] for check in checks if check["name"] == "settings"]
+    texts = doctor(desk, **env)
     assert any("1 item skipped: 1. 'friends': '110'" in text for text in texts), texts
     assert any("none since" in text for text in texts)
 
