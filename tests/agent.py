@@ -314,6 +314,11 @@ class Agent:
         """Rewrite its configuration file, for a SIGHUP to be read."""
         write_env_file(self.env_file, env)
 
+    def reload(self, env: Env) -> None:
+        """Rewrite its configuration file, and have it read."""
+        self.update_env(env)
+        self.hup()
+
     def _memory(self, name: str) -> int:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from subprocess import CompletedProcess
 from typing import Any
 
-from agent import AgentFactory
+from agent import Agent, AgentFactory
 from backend import Backend, Call
 from frontend import Frontend, Reply
 from ledger import entity_of
@@ -24,6 +24,12 @@ class Pi:
         done = self.agent.once(*args, **settings)
         assert done.returncode == code, f"{done.returncode}, not {code}: {done.stdout}{done.stderr}"
         return done
+
+    def idle(self, **how: Any) -> Agent:
+        """A running agent that has nothing to do any more."""
+        running = self.agent(**how)
+        running.wait_sentence("all delivered")
+        return running
 
     def poisoned(self, reply: Reply, entity_id: str | None = None) -> int:
         """An entry that the frontend gives this answer; its seq."""

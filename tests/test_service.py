@@ -20,9 +20,10 @@ import agent as agent_module
 from agent import Agent, AgentFactory, NotifySocket
 from backend import Backend
 from frontend import Frontend, Reply, Request
-from ledger import entity_of, hold, uploads, waiting
+from ledger import hold, uploads, waiting
 from machine import in_mounts, needs_root
 from pg import Database
+from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 
@@ -50,73 +51,52 @@ def set_interval(db: Database, value: str) -> None:
 # -- waking up -----------------------------------------------------------------------------------
 
 
-def test_call_that_ends_is_on_the_frontend_within_two_seconds(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    agent().wait_sentence("all delivered")
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.playable(call.recording_id), 2, "the whole call")
+def test_call_that_ends_is_on_the_frontend_within_two_seconds(pi: Pi) -> None:
+    pi.idle()
+    call = pi.backend.end_call()
+    pi.frontend.wait(lambda: pi.frontend.playable(call.recording_id), 2, "the whole call")
     json_seqs = [seq for seq in call.seqs if seq != call.seq("recording_file")]
-    assert frontend.seqs() == json_seqs
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert pi.frontend.seqs() == json_seqs
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
-def test_call_that_ends_without_the_trigger_arrives_within_one_polling_interval(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    agent(SYNC_POLL_INTERVAL_SEC=2).wait_sentence("all delivered")
-    no_trigger(db)
-    call = backend.end_call(recording=False)
-    ended = time.monotonic()
-    frontend.wait(lambda: frontend.received(call.call_log_id))
-    assert frontend.requests[0].started - ended < 2 + 1.5
-
-
-def test_stopped_agent_sends_nothing_and_catches_up_oldest_first_when_started_again(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    running = agent()
-    backend.end_call(recording=False)
-    frontend.wait(lambda: not db.pending())
+def test_stopped_agent_sends_nothing_and_catches_up_oldest_first_when_started_again(pi: Pi) -> None:
+    running = pi.agent()
+    pi.backend.end_call(recording=False)
+    pi.wait_delivered()
     running.stop()
-    before = len(frontend.requests)
+    before = len(pi.frontend.requests)
 
-    first, last = backend.enqueue_many(120)
-    call = backend.end_call()
-    assert len(frontend.requests) == before
-    assert db.pending() == [*range(first, last + 1), *call.seqs]
+    first, last = pi.backend.enqueue_many(120)
+    call = pi.backend.end_call()
+    assert len(pi.frontend.requests) == before
+    assert pi.db.pending() == [*range(first, last + 1), *call.seqs]
 
-    agent(SYNC_BATCH_SIZE=10)  # and a polling interval of 300 s: not one batch an interval
-    frontend.wait(lambda: not db.pending(), what="all that piled up")
-    assert frontend.seqs()[-124:] == [*range(first, last + 1), *call.seqs[:4]]
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    pi.agent(SYNC_BATCH_SIZE=10)  # and a polling interval of 300 s: not one batch an interval
+    pi.wait_delivered()
+    assert pi.frontend.seqs()[-124:] == [*range(first, last + 1), *call.seqs[:4]]
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
-def test_interval_in_system_settings_overrides_the_configured_one_without_a_restart(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    agent(SYNC_POLL_INTERVAL_SEC=300).wait_sentence("all delivered")
-    no_trigger(db)
-    set_interval(db, "0.3")
+def test_interval_in_system_settings_overrides_the_configured_one_without_a_restart(pi: Pi) -> None:
+    pi.idle(SYNC_POLL_INTERVAL_SEC=300)
+    no_trigger(pi.db)
+    set_interval(pi.db, "0.3")
     for _ in range(3):
-        backend.enqueue()
-        frontend.wait(lambda: not db.pending(), 20, "an entry nobody told of")
+        pi.backend.enqueue()
+        pi.wait_delivered()
 
 
-@pytest.mark.parametrize("value", ["0", "-5", '"soon"', "null", "true", "[1]", "1e300", "1e-9"])
-def test_nonsense_interval_in_system_settings_is_ignored(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, value: str
-) -> None:
-    log_statements(db)
-    running = agent(SYNC_POLL_INTERVAL_SEC=0.7)
-    running.wait_sentence("all delivered")
-    no_trigger(db)
-    set_interval(db, value)
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), 20, "an entry nobody told of")
-    before = statements(db)
-    pause(0.7)
-    assert statements(db) - before < 30, "a busy loop"
+def test_nonsense_interval_in_system_settings_is_ignored(pi: Pi) -> None:
+    log_statements(pi.db)
+    running = pi.idle(SYNC_POLL_INTERVAL_SEC=0.7)
+    no_trigger(pi.db)
+    for value in ("0", "-5", '"soon"', "null", "true", "[1]", "1e300", "1e-9"):
+        set_interval(pi.db, value)
+        pi.wait_entry(pi.backend.enqueue())
+        before = statements(pi.db)
+        pause(0.7)
+        assert statements(pi.db) - before < 30, f"a busy loop with {value}"
     assert not running.lines("failed")
 
 
@@ -145,27 +125,26 @@ def pause(seconds: float) -> None:
 
 
 def test_idle_agent_runs_one_statement_a_polling_interval(
-    agent: AgentFactory, db: Database, record_property: Callable[[str, object], None]
+    pi: Pi, record_property: Callable[[str, object], None]
 ) -> None:
-    log_statements(db)
-    agent(SYNC_POLL_INTERVAL_SEC=1).wait_sentence("all delivered")
+    log_statements(pi.db)
+    pi.idle(SYNC_POLL_INTERVAL_SEC=1)
     pause(1.5)  # what comes once after the start
-    before, began = statements(db), time.monotonic()
+    before, began = statements(pi.db), time.monotonic()
     pause(4)
-    during, took = statements(db) - before, time.monotonic() - began
+    during, took = statements(pi.db) - before, time.monotonic() - began
     record_property("statements_in_4_intervals", during)
     assert 2 <= during <= took + 1
 
 
 def test_idle_agent_on_a_unix_socket_is_asleep(
-    agent: AgentFactory, db: Database, record_property: Callable[[str, object], None]
+    pi: Pi, record_property: Callable[[str, object], None]
 ) -> None:
-    log_statements(db)
-    running = agent(DATABASE_URL=db.socket_url, strace=["-e", "trace=all"])
-    running.wait_sentence("all delivered")
-    before, calls = statements(db), running.strace_path.stat().st_size
+    log_statements(pi.db)
+    running = pi.idle(DATABASE_URL=pi.db.socket_url, strace=["-e", "trace=all"])
+    before, calls = statements(pi.db), running.strace_path.stat().st_size
     pause(3)
-    assert statements(db) == before
+    assert statements(pi.db) == before
     grown = running.strace_path.stat().st_size - calls
     record_property("bytes_of_strace_in_3_seconds", grown)
     assert grown < 1000, running.strace_path.read_text()[-grown:]
@@ -175,47 +154,26 @@ def test_idle_agent_on_a_unix_socket_is_asleep(
 
 
 def test_service_tells_systemd_ready_then_its_sentence_then_stopping(
-    agent: AgentFactory, backend: Backend, notify: NotifySocket
+    pi: Pi, notify: NotifySocket
 ) -> None:
-    running = agent(notify=notify)
+    running = pi.agent(notify=notify)
     ready = notify.wait_for("READY=1")
     idle = notify.wait_for("STATUS=all delivered", since=ready)
-    backend.end_call(recording=False)
+    pi.backend.end_call(recording=False)
     sent = notify.wait_for("STATUS=all delivered; last: 3 entries", since=idle)
     assert running.stop()[0] == 0
     notify.wait_for("STOPPING=1", since=sent)
 
 
-def test_request_that_hangs_ends_at_its_deadline_and_its_entry_is_retried(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    frontend.on_entries = lambda request: Reply(stall=60) if request.entries else None
-    seq = backend.enqueue()
-    running = agent(SYNC_TIMEOUT_SEC=3)
-    frontend.wait(lambda: frontend.requests)
-    assert f"entry {seq} (schedule) is retried" in running.wait_log("did not answer in time")
-    assert 2.5 < time.monotonic() - frontend.requests[0].started < 3 + 5
-
-
-def test_answer_that_comes_a_byte_at_a_time_ends_at_the_deadline(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    frontend.on_entries = lambda request: Reply(body={"ok": True}, trickle=0.4)
-    backend.enqueue()
-    running = agent(SYNC_TIMEOUT_SEC=2)
-    frontend.wait(lambda: frontend.requests)
+def test_answer_to_an_upload_that_comes_a_byte_at_a_time_ends_at_the_deadline(pi: Pi) -> None:
+    pi.frontend.on_file = lambda request: Reply(body={"fileUrl": "http://f/x"}, trickle=0.4)
+    call = pi.backend.end_call()
+    running = pi.agent(SYNC_TIMEOUT_SEC=2)
+    pi.frontend.wait(
+        lambda: [request for request in pi.frontend.of_kind("file") if request.finished]
+    )
     running.wait_log("did not answer in time", timeout=10)
-
-
-def test_answer_to_an_upload_that_comes_a_byte_at_a_time_ends_at_the_deadline(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    frontend.on_file = lambda request: Reply(body={"fileUrl": "http://f/x"}, trickle=0.4)
-    call = backend.end_call()
-    running = agent(SYNC_TIMEOUT_SEC=2)
-    frontend.wait(lambda: [request for request in frontend.of_kind("file") if request.finished])
-    running.wait_log("did not answer in time", timeout=10)
-    assert backend.upload_status(call) == ("local_only", None)
+    assert pi.backend.upload_status(call) == ("local_only", None)
 
 
 def test_watchdog_gets_nothing_from_a_loop_that_is_stuck(
@@ -237,16 +195,11 @@ def test_watchdog_gets_nothing_from_a_loop_that_is_stuck(
 
 
 def test_sighup_takes_a_good_configuration_and_tells_systemd(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    notify: NotifySocket,
-    tmp_path: Path,
+    pi: Pi, notify: NotifySocket, tmp_path: Path
 ) -> None:
-    running = agent(notify=notify)
-    running.wait_sentence("all delivered")
+    running = pi.idle(notify=notify)
     with Frontend(tmp_path / "other") as other:
-        running.update_env(agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=1))
+        running.update_env(pi.agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=1))
         asked = time.monotonic()
         running.hup()
         reloading = notify.wait_for("RELOADING=1", since=asked)
@@ -256,19 +209,18 @@ def test_sighup_takes_a_good_configuration_and_tells_systemd(
         together = [m for _, m in notify.messages if "RELOADING=1" in m]
         assert "MONOTONIC_USEC=" in together[0]
 
-        call = backend.end_call(recording=False)
+        call = pi.backend.end_call(recording=False)
         other.wait(lambda: other.seqs() == call.seqs)
         assert [len(request.entries) for request in other.requests] == [1, 1, 1]
-    assert not frontend.requests
+    assert not pi.frontend.requests
 
 
 def test_sighup_refuses_a_bad_configuration_with_all_reasons_and_keeps_the_old_one(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
+    pi: Pi, notify: NotifySocket
 ) -> None:
-    running = agent(notify=notify)
-    running.wait_sentence("all delivered")
+    running = pi.idle(notify=notify)
     running.update_env(
-        agent.env(SYNC_BATCH_SIZE=0, SYNC_BACH_BYTES=1, FRONTEND_BASE_URL="ftp://elsewhere")
+        pi.agent.env(SYNC_BATCH_SIZE=0, SYNC_BACH_BYTES=1, FRONTEND_BASE_URL="ftp://elsewhere")
     )
     asked = time.monotonic()
     running.hup()
@@ -279,48 +231,39 @@ def test_sighup_refuses_a_bad_configuration_with_all_reasons_and_keeps_the_old_o
     assert "FRONTEND_BASE_URL must be" in said
     mistake = "the old configuration stays: SYNC_BACH_BYTES is unknown: did you mean"
     notify.wait_for(f"STATUS={mistake}", since=asked)
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.playable(call.recording_id))
+    call = pi.backend.end_call()
+    pi.wait_file(call)
     running.wait_sentence(mistake)  # until it is mended
-    running.update_env(agent.env())
-    running.hup()
+    running.reload(pi.agent.env())
     running.wait_sentence("all delivered; last: ")
 
 
-def test_sighup_with_another_database_url_moves_to_that_database(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-    second = Database(db.cluster)
+def test_sighup_with_another_database_url_moves_to_that_database(pi: Pi) -> None:
+    running = pi.idle()
+    second = Database(pi.db.cluster)
     try:
-        running.update_env(agent.env(DATABASE_URL=second.url))
-        running.hup()
+        running.reload(pi.agent.env(DATABASE_URL=second.url))
         running.wait_log("was read again")
         second.execute(
             "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
             " VALUES ('schedule', gen_random_uuid(), '{}')"
         )
-        frontend.wait(lambda: not second.pending())
+        pi.frontend.wait(lambda: not second.pending())
         left = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'serversync'"
-        assert db.value(f"{left} AND datname = current_database()") == 0
+        assert pi.db.value(f"{left} AND datname = current_database()") == 0
         running.close()
     finally:
         second.drop()
 
 
-def test_sighup_that_ends_the_session_makes_everything_due_all_the_same(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    seq = backend.enqueue()
-    frontend.poison[entity_of(db, seq)] = Reply(500)
-    running = agent()
-    wait_until(lambda: waiting(db), what="its row")
-    hold(db)
-    frontend.poison.clear()
-    running.update_env(agent.env(SYNC_DEVICE_ID="another"))
-    running.hup()
-    frontend.wait(lambda: seq in frontend.seqs(), what="the retry")
+def test_sighup_that_ends_the_session_makes_everything_due_all_the_same(pi: Pi) -> None:
+    seq = pi.poisoned(Reply(500))
+    running = pi.agent()
+    wait_until(lambda: waiting(pi.db), what="its row")
+    hold(pi.db)
+    pi.frontend.poison.clear()
+    running.reload(pi.agent.env(SYNC_DEVICE_ID="another"))
+    pi.wait_entry(seq)
 
 
 def seqs_of(request: Request) -> list[int]:
@@ -359,58 +302,51 @@ class Held:
 
 @KINDS
 def test_sighup_during_once_is_for_what_follows_and_what_is_under_way_goes_on(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, tmp_path: Path,
-    kind: str,
-) -> None:  # fmt: skip
-    held = Held(frontend, kind)
-    calls = [backend.end_call(seconds=0.1) for _ in range(2)]
-    running = agent(args=("once",), SYNC_BATCH_SIZE=1)
+    pi: Pi, tmp_path: Path, kind: str
+) -> None:
+    held = Held(pi.frontend, kind)
+    calls = [pi.backend.end_call(seconds=0.1) for _ in range(2)]
+    running = pi.agent(args=("once",), SYNC_BATCH_SIZE=1)
     held.wait()
     with Frontend(tmp_path / "other") as other:
-        running.update_env(agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=100))
-        running.hup()
+        running.reload(pi.agent.env(FRONTEND_BASE_URL=other.url, SYNC_BATCH_SIZE=100))
         running.wait_log("was read again")
         held.told.set()
         assert running.wait() == 0
-        assert not db.pending() and not uploads(db)
-        assert len(frontend.of_kind(kind)) == 1
+        assert not pi.db.pending() and not uploads(pi.db)
+        assert len(pi.frontend.of_kind(kind)) == 1
         seqs = [seq for call in calls for seq in call.seqs[:4]]
         here = seqs[:1] if kind == "entries" else seqs
-        assert frontend.seqs() == here
+        assert pi.frontend.seqs() == here
         # As one batch: the rest of the configuration counts from now on, too.
         batches = [seqs_of(request) for request in other.of_kind("entries")]
         assert batches == ([seqs[1:]] if kind == "entries" else [])
-        files = [file.call_log_id for file in [*frontend.uploads, *other.uploads]]
+        files = [file.call_log_id for file in [*pi.frontend.uploads, *other.uploads]]
         assert files == [call.call_log_id for call in calls]
         assert len(other.uploads) == (2 if kind == "entries" else 1)
 
 
-def test_once_ends_with_its_exit_code_whatever_a_sighup_made_due(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    bad = backend.enqueue()
-    frontend.poison[entity_of(db, bad)] = Reply(500)
-    good = backend.enqueue()
+def test_once_ends_with_its_exit_code_whatever_a_sighup_made_due(pi: Pi) -> None:
+    bad = pi.poisoned(Reply(500))
+    good = pi.backend.enqueue()
     goes_on = threading.Event()
 
     def hook(request: Request) -> None:
         if good in seqs_of(request):
             goes_on.wait(60)
 
-    frontend.on_entries = hook
-    running = agent(args=("once",), SYNC_BATCH_SIZE=1)
-    wait_until(lambda: bad in waiting(db), what="its row")
-    frontend.wait(lambda: good in seqs_of(frontend.of_kind("entries")[-1]))
-    running.update_env(agent.env(SYNC_BATCH_SIZE=0))
-    running.hup()
+    pi.frontend.on_entries = hook
+    running = pi.agent(args=("once",), SYNC_BATCH_SIZE=1)
+    wait_until(lambda: bad in waiting(pi.db), what="its row")
+    pi.frontend.wait(lambda: good in seqs_of(pi.frontend.of_kind("entries")[-1]))
+    running.reload(pi.agent.env(SYNC_BATCH_SIZE=0))
     running.wait_log("the old configuration stays")
-    running.update_env(agent.env())
-    running.hup()
+    running.reload(pi.agent.env())
     running.wait_log("was read again")
     goes_on.set()
     assert running.wait() == 75
-    assert db.pending() == [bad] and frontend.seqs() == [good]
-    assert len(frontend.of_kind("entries")) == 2, "what it made due is for the next one"
+    assert pi.db.pending() == [bad] and pi.frontend.seqs() == [good]
+    assert len(pi.frontend.of_kind("entries")) == 2, "what it made due is for the next one"
 
 
 # -- the end -------------------------------------------------------------------------------------
@@ -612,20 +548,20 @@ HANGING = [
 
 @pytest.mark.parametrize("situation", HANGING)
 def test_watchdog_is_fed_however_long_something_hangs(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
+    pi: Pi,
     notify: NotifySocket,
     situation: Callable[[Stage], Agent],
     record_property: Callable[[str, object], None],
 ) -> None:
     """Longer than the watchdog's time, and with a time-out of a hundred times that."""
-    backend.end_call(seconds=60)
-    stage = Stage(agent, frontend, backend, notify=notify, SYNC_TIMEOUT_SEC=600, **WATCHDOG)
+    pi.backend.end_call(seconds=60)
+    stage = Stage(
+        pi.agent, pi.frontend, pi.backend, notify=notify, SYNC_TIMEOUT_SEC=600, **WATCHDOG
+    )
     with stage.stack:
         running = situation(stage)
         began = time.monotonic()
-        pause(1.5 * WATCHDOG_SEC)
+        pause(WATCHDOG_SEC + 0.5)
         pings = [began, *(when for when, _ in notify.values("WATCHDOG") if when > began)]
         gaps = [after - before for before, after in pairwise([*pings, time.monotonic()])]
         record_property("longest_gap", round(max(gaps), 2))
@@ -647,15 +583,10 @@ def test_watchdog_is_fed_however_long_something_hangs(
     ],
 )
 def test_sigterm_ends_the_agent_within_two_seconds_and_nothing_is_half_marked(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    db: Database,
-    situation: Callable[[Stage], Agent],
-    record_property: Callable[[str, object], None],
+    pi: Pi, situation: Callable[[Stage], Agent], record_property: Callable[[str, object], None]
 ) -> None:
-    call = backend.end_call(seconds=60)
-    stage = Stage(agent, frontend, backend)
+    call = pi.backend.end_call(seconds=60)
+    stage = Stage(pi.agent, pi.frontend, pi.backend)
     with stage.stack:
         running = situation(stage)
         code, seconds = running.stop()
@@ -667,27 +598,22 @@ def test_sigterm_ends_the_agent_within_two_seconds_and_nothing_is_half_marked(
         return
     # What had not been confirmed is untouched, and goes out later as if nothing had been.
     json_seqs = call.seqs[:4] if "upload" not in situation.__name__ else []
-    assert db.pending() == [*json_seqs, call.seq("recording_file")]
-    assert backend.upload_status(call) == ("local_only", None)
+    assert pi.db.pending() == [*json_seqs, call.seq("recording_file")]
+    assert pi.backend.upload_status(call) == ("local_only", None)
     assert call.wav.exists() and call.meta.exists()
     for hook in ("on_head", "on_entries", "on_file", "read_rate"):
-        setattr(frontend, hook, None)
+        setattr(pi.frontend, hook, None)
     if situation is in_an_outage:
-        frontend.start()
-    assert agent.once().returncode == 0
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert sorted(set(frontend.seqs())) == call.seqs[:4]
+        pi.frontend.start()
+    pi.once()
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert sorted(set(pi.frontend.seqs())) == call.seqs[:4]
 
 
 @pytest.mark.parametrize("situation", [in_a_hanging_request, in_an_upload, idle])
-def test_sigint_ends_the_agent_like_sigterm(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    situation: Callable[[Stage], Agent],
-) -> None:
-    backend.end_call(seconds=60)
-    running = situation(Stage(agent, frontend, backend))
+def test_sigint_ends_the_agent_like_sigterm(pi: Pi, situation: Callable[[Stage], Agent]) -> None:
+    pi.backend.end_call(seconds=60)
+    running = situation(Stage(pi.agent, pi.frontend, pi.backend))
     running.signal(signal.SIGINT)
     assert running.wait(STOP_WITHIN) == 0
     assert "Traceback" not in running.log()
@@ -700,119 +626,110 @@ def test_sigint_ends_the_agent_like_sigterm(
     ids=["all of it", "the rest of it", "of once"],
 )
 def test_what_is_answered_just_after_a_stop_is_written_down_and_nothing_more_is_begun(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, command: str,
-    number: int, kind: str, begun: bool,
-) -> None:  # fmt: skip
-    held = Held(frontend, kind, begun)
-    calls = [backend.end_call() for _ in range(2)]
-    running = agent(args=(command,), SYNC_BATCH_SIZE=1)
+    pi: Pi, command: str, number: int, kind: str, begun: bool
+) -> None:
+    held = Held(pi.frontend, kind, begun)
+    calls = [pi.backend.end_call() for _ in range(2)]
+    running = pi.agent(args=(command,), SYNC_BATCH_SIZE=1)
     held.wait()
-    before = db.pending()
+    before = pi.db.pending()
     running.signal(number)
     held.told.set()
     assert running.wait() == (75 if command == "once" else 0)
-    assert db.pending() == before[1:]
-    assert len(frontend.of_kind(kind)) == 1
+    assert pi.db.pending() == before[1:]
+    assert len(pi.frontend.of_kind(kind)) == 1
     if kind == "file":
-        assert backend.upload_status(calls[0])[0] == "uploaded"
-        assert uploads(db) == before[:1], "it is noted for deletion"
+        assert pi.backend.upload_status(calls[0])[0] == "uploaded"
+        assert uploads(pi.db) == before[:1], "it is noted for deletion"
 
-    assert agent.once().returncode == 0
-    assert not db.pending() and not uploads(db)
-    assert frontend.seqs() == [seq for call in calls for seq in call.seqs[:4]]
-    assert [file.call_log_id for file in frontend.uploads] == [call.call_log_id for call in calls]
+    pi.once()
+    assert not pi.db.pending() and not uploads(pi.db)
+    assert pi.frontend.seqs() == [seq for call in calls for seq in call.seqs[:4]]
+    assert [file.call_log_id for file in pi.frontend.uploads] == [
+        call.call_log_id for call in calls
+    ]
 
 
-def test_the_rest_of_a_paced_upload_that_ends_just_after_a_stop_is_written_down(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    backend.end_call(seconds=10)
-    running = agent(SYNC_UPLOAD_KBPS=2200)  # half a second of it
-    frontend.wait(lambda: frontend.of_kind("file")[0].received)
+def test_the_rest_of_a_paced_upload_that_ends_just_after_a_stop_is_written_down(pi: Pi) -> None:
+    pi.backend.end_call(seconds=10)
+    running = pi.agent(SYNC_UPLOAD_KBPS=2200)  # half a second of it
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[0].received)
     assert running.stop()[0] == 0
-    assert not db.pending()
+    assert not pi.db.pending()
 
 
 @KINDS
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_is_answered_too_late_after_a_stop_is_not_marked_and_sent_again_as_the_same(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, number: int, kind: str
+    pi: Pi, number: int, kind: str
 ) -> None:
     """The frontend has it, but nobody heard that: it knows it again by its key."""
-    setattr(frontend, f"on_{kind}", lambda _: Reply(store=True, delay=60))
-    call = backend.end_call()
-    running = agent(SYNC_BATCH_SIZE=1)
-    frontend.wait(lambda: frontend.uploads if kind == "file" else frontend.entries)
-    before = db.pending()
+    setattr(pi.frontend, f"on_{kind}", lambda _: Reply(store=True, delay=60))
+    call = pi.backend.end_call()
+    running = pi.agent(SYNC_BATCH_SIZE=1)
+    pi.frontend.wait(lambda: pi.frontend.uploads if kind == "file" else pi.frontend.entries)
+    before = pi.db.pending()
     running.signal(number)
     assert running.wait() == 0
-    assert db.pending() == before and not waiting(db)
-    assert backend.upload_status(call) == ("local_only", None)
-    assert not uploads(db) and call.wav.exists() and call.meta.exists()
+    assert pi.db.pending() == before and not waiting(pi.db)
+    assert pi.backend.upload_status(call) == ("local_only", None)
+    assert not uploads(pi.db) and call.wav.exists() and call.meta.exists()
 
-    frontend.on_entries = frontend.on_file = None
-    assert agent.once(SYNC_BATCH_SIZE=1).returncode == 0
-    assert not db.pending()
-    first, again = frontend.of_kind(kind)[:2]
+    pi.frontend.on_entries = pi.frontend.on_file = None
+    pi.once(SYNC_BATCH_SIZE=1)
+    assert not pi.db.pending()
+    first, again = pi.frontend.of_kind(kind)[:2]
     assert first.headers["Idempotency-Key"] == again.headers["Idempotency-Key"]
-    assert len(frontend.seqs()) + len(frontend.uploads) == 4 + 1 + 1
+    assert len(pi.frontend.seqs()) + len(pi.frontend.uploads) == 4 + 1 + 1
 
 
-def test_once_ends_however_long_it_took(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, hurry: Callable[..., None]
-) -> None:
+def test_once_ends_however_long_it_took(pi: Pi, hurry: Callable[..., None]) -> None:
     """Old rows are pruned five minutes after a start, but not by `once`."""
     hurry(PRUNE_AFTER=0.5)
-    backend.end_call()
-    frontend.on_entries = lambda _: Reply(200, {}, {"ok": True}, delay=1, store=True)
-    done = agent.once()
-    assert done.returncode == 0, done.stderr
+    pi.backend.end_call()
+    pi.frontend.on_entries = lambda _: Reply(200, {}, {"ok": True}, delay=1, store=True)
+    pi.once()
 
 
 def test_once_that_met_a_lock_goes_on_to_the_end_of_the_backlog(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+    pi: Pi, hurry: Callable[..., None]
 ) -> None:
-    """Half a minute is for what is still locked, not for all."""
-    first, last = backend.enqueue_many(20)
-    owner = db.connect(autocommit=False)
+    """Its patience is for what is still locked, not for all."""
+    hurry(LOCK_PATIENCE=10)
+    first, last = pi.backend.enqueue_many(20)
+    owner = pi.db.connect(autocommit=False)
     owner.execute("select from sync_outbox where id = %s for update", (first,))
 
     def hook(request: Request) -> Reply | None:
         if last in seqs_of(request):
-            return Reply(200, {}, {"ok": True}, delay=34, store=True)
+            return Reply(200, {}, {"ok": True}, delay=12, store=True)
         if first + 3 in seqs_of(request):
             threading.Timer(2, owner.rollback).start()
         return None
 
-    frontend.on_entries = hook
-    done = agent.once(SYNC_BATCH_SIZE=1, SYNC_TIMEOUT_SEC=60)
-    assert done.returncode == 0, done.stderr
-    assert not db.pending()
+    pi.frontend.on_entries = hook
+    pi.once(SYNC_BATCH_SIZE=1, SYNC_TIMEOUT_SEC=60)
+    assert not pi.db.pending()
     owner.close()
 
 
-def test_sigterm_during_once_ends_it_as_not_finished(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    frontend.on_entries = lambda request: Reply(stall=60)
-    seq = backend.enqueue()
-    running = agent(args=("once",))
-    frontend.wait(lambda: frontend.requests[0].entries)
+def test_sigterm_during_once_ends_it_as_not_finished(pi: Pi) -> None:
+    pi.frontend.on_entries = lambda request: Reply(stall=60)
+    seq = pi.backend.enqueue()
+    running = pi.agent(args=("once",))
+    pi.frontend.wait(lambda: pi.frontend.requests[0].entries)
     code, seconds = running.stop()
     assert code == 75
     assert seconds < STOP_WITHIN
-    assert db.pending() == [seq]
+    assert pi.db.pending() == [seq]
 
 
 # -- the state file ------------------------------------------------------------------------------
 
 
-def test_state_file_says_who_since_when_and_what(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
+def test_state_file_says_who_since_when_and_what(pi: Pi) -> None:
     before = time.time()
-    running = agent()
-    running.wait_sentence("all delivered")
+    running = pi.idle()
     content = running.state()
     assert before - 1 <= content.pop("since") <= content.pop("at") <= time.time()
     assert content == {
@@ -826,17 +743,16 @@ def test_state_file_says_who_since_when_and_what(
         "progress": None,
         "settings": {"trouble": None},
     }
-    backend.end_call(recording=False)
+    pi.backend.end_call(recording=False)
     wait_until(lambda: "last: 3 entries" in running.state()["sentence"], what="the sentence")
 
 
 def test_state_file_shows_an_upload_s_progress_and_then_its_end(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, notify: NotifySocket
+    pi: Pi, notify: NotifySocket
 ) -> None:
-    running = agent(notify=notify)
-    running.wait_sentence("all delivered")
-    frontend.read_rate = 500_000
-    call = backend.end_call(seconds=90)
+    running = pi.idle(notify=notify)
+    pi.frontend.read_rate = 500_000
+    call = pi.backend.end_call(seconds=90)
 
     def upload() -> dict[str, Any] | None:
         progress: dict[str, Any] = running.state()["progress"] or {}
@@ -856,18 +772,16 @@ def test_state_file_shows_an_upload_s_progress_and_then_its_end(
     assert running.state()["progress"] is None
 
 
-def test_state_file_shows_how_far_a_drain_is(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
+def test_state_file_shows_how_far_a_drain_is(pi: Pi) -> None:
     go_on: list[bool] = []
 
     def hold_the_third(request: Request) -> None:
-        if len(frontend.of_kind("entries")) == 3:
+        if len(pi.frontend.of_kind("entries")) == 3:
             wait_until(lambda: go_on, 60, "the test to look")
 
-    frontend.on_entries = hold_the_third
-    backend.enqueue_many(5)
-    running = agent(SYNC_BATCH_SIZE=1, SYNC_TIMEOUT_SEC=60)
+    pi.frontend.on_entries = hold_the_third
+    pi.backend.enqueue_many(5)
+    running = pi.agent(SYNC_BATCH_SIZE=1, SYNC_TIMEOUT_SEC=60)
     try:
         progress = wait_until(lambda: running.state()["progress"], what="progress")
         state = wait_until(
@@ -882,12 +796,10 @@ def test_state_file_shows_how_far_a_drain_is(
     assert running.state()["progress"] is None and running.state()["inflight"] == 0
 
 
-def test_without_a_runtime_directory_there_is_no_state_file_and_all_works(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    running = agent(RUNTIME_DIRECTORY="")
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs())
+def test_without_a_runtime_directory_there_is_no_state_file_and_all_works(pi: Pi) -> None:
+    running = pi.agent(RUNTIME_DIRECTORY="")
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq)
     assert not list(running.runtime_dir.glob("state*"))
 
 
@@ -895,37 +807,29 @@ def test_without_a_runtime_directory_there_is_no_state_file_and_all_works(
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
-def test_database_restart_is_survived_and_wakes_work_again(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, mode: str
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-    db.cluster.restart(mode)
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.playable(call.recording_id), what="the call after the restart")
+def test_database_restart_is_survived_and_wakes_work_again(pi: Pi, mode: str) -> None:
+    running = pi.idle()
+    pi.db.cluster.restart(mode)
+    call = pi.backend.end_call()
+    pi.wait_file(call)
     # Let the cycle end, so that only a NOTIFY can bring what follows.
-    frontend.wait(lambda: not db.value("SELECT count(*) FROM serversync.uploads"))
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), 5, "an entry by NOTIFY")
+    pi.frontend.wait(lambda: not pi.db.value("SELECT count(*) FROM serversync.uploads"))
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq)
     assert running.running and "Traceback" not in running.log()
 
 
 def test_database_that_is_absent_at_start_is_a_state_and_not_a_failure(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    db: Database,
-    proxy: Proxy,
-    notify: NotifySocket,
+    pi: Pi, proxy: Proxy, notify: NotifySocket
 ) -> None:
     proxy.refuse()
-    seq = backend.enqueue()
-    running = agent(notify=notify, DATABASE_URL=db.url_through(proxy.port))
+    seq = pi.backend.enqueue()
+    running = pi.agent(notify=notify, DATABASE_URL=pi.db.url_through(proxy.port))
     notify.wait_for("READY=1")
     notify.wait_for("STATUS=the database is not there")
     wait_until(lambda: "the database is not there" in running.state()["sentence"])
     proxy.resume()
-    frontend.wait(lambda: seq in frontend.seqs())
+    pi.wait_entry(seq)
     notify.wait_for("STATUS=all delivered; last: 1 entry")
     running.wait_log("the database is there")
 
@@ -948,13 +852,7 @@ main = program.main
 
 
 def test_database_that_is_absent_for_hours_is_asked_every_quarter_of_a_minute_and_then_found(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    db: Database,
-    proxy: Proxy,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    pi: Pi, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """More than a thousand failed connections: the same program, but its pauses take no time."""
     patient = tmp_path / "patient.py"
@@ -962,12 +860,12 @@ def test_database_that_is_absent_for_hours_is_asked_every_quarter_of_a_minute_an
     patient.write_text(PATIENT.format(program=str(program)))
     monkeypatch.setattr(agent_module, "PROGRAM", str(patient))
     proxy.refuse()
-    seq = backend.enqueue()
-    running = agent(DATABASE_URL=db.url_through(proxy.port))
+    seq = pi.backend.enqueue()
+    running = pi.agent(DATABASE_URL=pi.db.url_through(proxy.port))
     last = running.wait_log("paused 1100 times")
     assert 7 < float(last.split()[-2]) <= 15
     proxy.resume()
-    frontend.wait(lambda: seq in frontend.seqs())
+    pi.wait_entry(seq)
     assert "Traceback" not in running.log()
 
 
@@ -975,37 +873,32 @@ def test_database_that_is_absent_for_hours_is_asked_every_quarter_of_a_minute_an
 
 
 def test_end_of_an_outage_makes_due_what_failed_in_it_and_nothing_else(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    db: Database,
-    hurry: Callable[..., None],
+    pi: Pi, hurry: Callable[..., None]
 ) -> None:
     """An hour of backoff is not waited for, once the frontend is back."""
     hurry(ALIVE_SEC=0.01)
     broken = Reply(500)
-    agent()
-    poison = backend.enqueue()
-    frontend.poison[entity_of(db, poison)] = broken
-    wait_until(lambda: poison in waiting(db), what="a failure outside of any outage")
+    pi.agent()
+    poison = pi.poisoned(broken)
+    wait_until(lambda: poison in waiting(pi.db), what="a failure outside of any outage")
 
     def break_down(_: Request) -> Reply:
-        frontend.on_entries = lambda _: broken
+        pi.frontend.on_entries = lambda _: broken
         return broken
 
-    frontend.on_file = break_down
-    call = backend.end_call()
+    pi.frontend.on_file = break_down
+    call = pi.backend.end_call()
     file = call.seq("recording_file")
-    wait_until(lambda: file in waiting(db), what="a recording that failed in the outage")
+    wait_until(lambda: file in waiting(pi.db), what="a recording that failed in the outage")
     entries = []
     for _ in range(2):
-        entries.append(backend.enqueue())
-        wait_until(lambda: entries[-1] in waiting(db), 40, "an entry that failed in the outage")
-    hold(db)
-    frontend.on_entries = frontend.on_file = None
-    later = backend.enqueue()
-    frontend.wait(lambda: set(frontend.seqs()) >= {*entries, later}, 40, "the entries")
-    frontend.wait(lambda: call.call_log_id in frontend.files, what="the recording")
-    wait_until(lambda: list(waiting(db)) == [poison], what="the end of what waited")
-    left = waiting(db)[poison]["next_attempt_at"].timestamp() - time.time()
+        entries.append(pi.backend.enqueue())
+        wait_until(lambda: entries[-1] in waiting(pi.db), 40, "an entry that failed in the outage")
+    hold(pi.db)
+    pi.frontend.on_entries = pi.frontend.on_file = None
+    later = pi.backend.enqueue()
+    pi.frontend.wait(lambda: set(pi.frontend.seqs()) >= {*entries, later}, 40, "the entries")
+    pi.wait_file(call)
+    wait_until(lambda: list(waiting(pi.db)) == [poison], what="the end of what waited")
+    left = waiting(pi.db)[poison]["next_attempt_at"].timestamp() - time.time()
     assert left > 30, "it did not fail in the outage"

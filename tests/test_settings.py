@@ -1142,14 +1142,12 @@ def test_a_reload_leads_to_another_frontend_and_off(pi: Pi, tmp_path: Path) -> N
         wanted = example()
         wanted.serve(other)
         settings = pi.agent.env(FRONTEND_SYNC_INTERVAL_SEC=60, FRONTEND_BASE_URL=other.url)
-        running.update_env(settings)
-        running.hup()
+        running.reload(settings)
         wait_until(
             lambda: wanted.flows[0]["id"] in {row[0] for row in tables(pi.db)["ivr_flows"]},
             what="the other's settings",
         )
-        running.update_env(settings | {"FRONTEND_SYNC_INTERVAL_SEC": "0"})
-        running.hup()
+        running.reload(settings | {"FRONTEND_SYNC_INTERVAL_SEC": "0"})
         wait_until(lambda: len(running.lines("read again")) == 2, what="the reload")
         before = len(other.requests)
         example().serve(other)
