@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from email.message import EmailMessage
 from functools import partial
 from itertools import pairwise
@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 
-from agent import Agent, AgentFactory
-from backend import Backend, Call, write_wav
+from agent import Agent
+from backend import Call, write_wav
 from frontend import FILE_PATH, Frontend, Reply, Request, script
 from ledger import dead, failures, hold, let_hours_pass, uploads, waiting
 from pg import Database
+from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 
@@ -81,10 +82,10 @@ def wait_until_aside(db: Database, running: Agent, call: Call, code: str, tries:
     )
 
 
-def assert_not_uploaded(db: Database, backend: Backend, call: Call) -> None:
-    assert call.seq("recording_file") in db.pending()
-    assert backend.upload_status(call) == ("local_only", None)
-    assert call.seq("recording_file") not in uploads(db)
+def assert_not_uploaded(pi: Pi, call: Call) -> None:
+    assert call.seq("recording_file") in pi.db.pending()
+    assert pi.backend.upload_status(call) == ("local_only", None)
+    assert call.seq("recording_file") not in uploads(pi.db)
     assert call.wav.is_file() and call.meta.is_file()
 
 
@@ -106,10 +107,8 @@ def content(part: EmailMessage) -> bytes:
     return payload
 
 
-def test_the_wire_is_the_contracts_byte_for_byte(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    frontend.keep_bodies = True
+def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
+    pi.frontend.keep_bodies = True
     metas = [
         b'{"callId": "x"}',
         b'\r\n{\r\n  "a": [1.50, 1e3, null],\t"b": "\\u00e9"\r\n}\r\n\r\n',
@@ -121,16 +120,15 @@ def test_the_wire_is_the_contracts_byte_for_byte(
     calls = []
     for number, (call_id, meta) in enumerate(zip(names, metas, strict=True)):
         name = "mixed.mp3" if number == 3 else "mixed.wav"
-        call = backend.end_call(events=0, call_id=call_id, name=name, seconds=number)
+        call = pi.backend.end_call(events=0, call_id=call_id, name=name, seconds=number)
         call.meta.write_bytes(meta)
         if number == 0:  # what looks like the end of the body, and line breaks of all kinds
             call.wav.write_bytes(b"\r\n--serversync-\r\n\r\n--\n\r\0\r\n")
         calls.append((call, meta, call.wav.read_bytes()))
 
-    result = agent.once(SYNC_TOKEN="a-secret-token", SYNC_DEVICE_ID="pi.kitchen")
+    pi.once(SYNC_TOKEN="a-secret-token", SYNC_DEVICE_ID="pi.kitchen")
 
-    assert result.returncode == 0, result.stderr
-    requests = frontend.of_kind("file")
+    requests = pi.frontend.of_kind("file")
     assert len(requests) == len(calls)
     for request, (call, meta, audio) in zip(requests, calls, strict=True):
         filename = call.wav.name
@@ -172,12 +170,11 @@ def test_the_wire_is_the_contracts_byte_for_byte(
 
 
 def test_a_base_url_with_a_path_and_slashes_leads_to_the_contracts_path(
-    db: Database, backend: Backend, agent: AgentFactory, tmp_path: Path
+    pi: Pi, tmp_path: Path
 ) -> None:
     with Frontend(tmp_path / "other", base_path="/voice/v2") as frontend:
-        call = backend.end_call(events=0)
-        result = agent.once(FRONTEND_BASE_URL=frontend.url + "//")
-        assert result.returncode == 0, result.stderr
+        call = pi.backend.end_call(events=0)
+        pi.once(FRONTEND_BASE_URL=frontend.url + "//")
         sent = [(request.method, request.path) for request in frontend.requests]
         assert sent[:3] == [
             ("POST", "/voice/v2/api/ingest/sync"),
@@ -189,45 +186,42 @@ def test_a_base_url_with_a_path_and_slashes_leads_to_the_contracts_path(
         assert frontend.files[call.call_log_id].sha256 == call.sha256
 
 
-def test_the_same_file_has_the_same_key_and_a_changed_one_another(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(events=0)
-    frontend.on_file = lambda request: Reply(503)
+def test_the_same_file_has_the_same_key_and_a_changed_one_another(pi: Pi) -> None:
+    call = pi.backend.end_call(events=0)
+    pi.frontend.on_file = lambda request: Reply(503)
     for _ in range(2):
-        assert agent.once().returncode == 75
-        let_hours_pass(db, 72)
+        pi.once(code=75)
+        let_hours_pass(pi.db, 72)
     os.utime(call.wav)
-    assert agent.once().returncode == 75
-    first, second, third = (r.headers["Idempotency-Key"] for r in frontend.of_kind("file"))
+    pi.once(code=75)
+    first, second, third = (r.headers["Idempotency-Key"] for r in pi.frontend.of_kind("file"))
     assert first == second != third
 
 
 # -- confirm and record ---------------------------------------------------------------------------
 
 
-def test_a_confirmed_upload_is_recorded_as_a_whole_and_durably(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    with db.admin() as admin:
-        admin.execute(f'alter database "{db.name}" set synchronous_commit = off')
-    db.execute("create table seen (durable text)")
-    db.execute("""
+def test_a_confirmed_upload_is_recorded_as_a_whole_and_durably(pi: Pi) -> None:
+    with pi.db.admin() as admin:
+        admin.execute(f'alter database "{pi.db.name}" set synchronous_commit = off')
+    pi.db.execute("create table seen (durable text)")
+    pi.db.execute("""
         create function see() returns trigger language plpgsql as $$ begin
             insert into seen values (current_setting('synchronous_commit')); return new;
         end $$""")
-    db.execute("create trigger see after update on recordings for each row execute function see()")
-    call = backend.end_call(events=0)
+    pi.db.execute(
+        "create trigger see after update on recordings for each row execute function see()"
+    )
+    call = pi.backend.end_call(events=0)
 
-    result = agent.once(SYNC_DELETE_AFTER_SEC=3600)
+    pi.once(SYNC_DELETE_AFTER_SEC=3600)
 
-    assert result.returncode == 0, result.stderr
     seq = call.seq("recording_file")
-    url = frontend.file_url(frontend.files[call.call_log_id])
-    assert backend.upload_status(call) == ("uploaded", url)
-    assert not db.pending() and not failures(db)
-    assert db.rows("select durable from seen") == [("on",)]
-    [row] = db.dicts("select * from serversync.uploads")
+    url = pi.frontend.file_url(pi.frontend.files[call.call_log_id])
+    assert pi.backend.upload_status(call) == ("uploaded", url)
+    assert not pi.db.pending() and not failures(pi.db)
+    assert pi.db.rows("select durable from seen") == [("on",)]
+    [row] = pi.db.dicts("select * from serversync.uploads")
     assert (row["outbox_id"], row["directory"]) == (seq, call.call_id)
     assert row["files"] == [
         {
@@ -238,15 +232,15 @@ def test_a_confirmed_upload_is_recorded_as_a_whole_and_durably(
         }
         for path in (call.wav, call.meta)
     ]
-    [receipt] = db.dicts("select * from serversync.deliveries where kind = 'file'")
+    [receipt] = pi.db.dicts("select * from serversync.deliveries where kind = 'file'")
     assert (receipt["first_seq"], receipt["last_seq"], receipt["bytes"]) == (seq, seq, call.size)
     assert (receipt["http_status"], receipt["outcome"], receipt["url"]) == (200, "sent", url)
-    assert receipt["idempotency_key"] == frontend.of_kind("file")[0].headers["Idempotency-Key"]
+    assert receipt["idempotency_key"] == pi.frontend.of_kind("file")[0].headers["Idempotency-Key"]
     # It waits for its quiet time, and is not sent again.
-    assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 0
-    assert len(frontend.of_kind("file")) == 1 and call.wav.is_file()
+    pi.once(SYNC_DELETE_AFTER_SEC=3600)
+    assert len(pi.frontend.of_kind("file")) == 1 and call.wav.is_file()
     # Other columns of the backend's are nobody's business.
-    assert db.rows("select synced_at from recordings") == [(None,)]
+    assert pi.db.rows("select synced_at from recordings") == [(None,)]
 
 
 URL = "https://frontend.example/storage/recordings/x/mixed.wav"
@@ -298,45 +292,42 @@ CODES = {
 }  # fmt: skip
 
 
-def test_only_an_answer_in_the_contracts_words_is_a_confirmation(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_only_an_answer_in_the_contracts_words_is_a_confirmation(pi: Pi) -> None:
     bad: list[tuple[Call, Reply]] = []
     good: list[Call] = []
     for reply in UNCONFIRMED:
-        bad.append((backend.end_call(events=0, seconds=0.1), reply))
-        good.append(backend.end_call(events=0, seconds=0.1))  # so that it is no outage
+        bad.append((pi.backend.end_call(events=0, seconds=0.1), reply))
+        good.append(pi.backend.end_call(events=0, seconds=0.1))  # so that it is no outage
     replies = {call.call_log_id: reply for call, reply in bad}
 
     def answer(request: Request) -> Reply | None:
         assert request.file is not None
-        hold(db)  # none is tried again meanwhile: three in a row would be an outage
+        hold(pi.db)  # none is tried again meanwhile: three in a row would be an outage
         return replies.get(request.file.call_log_id)
 
-    frontend.on_file = answer
-    result = agent.once()
+    pi.frontend.on_file = answer
+    pi.once(code=75)
 
-    assert result.returncode == 75, result.stderr
     for call in good:
-        assert backend.upload_status(call)[0] == "uploaded"
-    assert not dead(db)
+        assert pi.backend.upload_status(call)[0] == "uploaded"
+    assert not dead(pi.db)
     for call, reply in bad:
-        assert_not_uploaded(db, backend, call)
-        assert failures(db)[call.seq("recording_file")][0] == CODES[reply.status], reply
+        assert_not_uploaded(pi, call)
+        assert failures(pi.db)[call.seq("recording_file")][0] == CODES[reply.status], reply
 
-    frontend.on_file = None
-    let_hours_pass(db, 72)
-    assert agent.once().returncode == 0
-    assert not db.pending() and not dead(db)
+    pi.frontend.on_file = None
+    let_hours_pass(pi.db, 72)
+    pi.once()
+    assert not pi.db.pending() and not dead(pi.db)
     for call, _ in bad:
-        assert frontend.files[call.call_log_id].sha256 == call.sha256
+        assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
         assert not call.directory.exists()
 
 
 def test_size_and_digest_in_the_answer_may_confirm_and_odd_urls_are_kept_as_they_are(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
-    calls = [backend.end_call(events=0, seconds=0.1) for _ in range(7)]
+    calls = [pi.backend.end_call(events=0, seconds=0.1) for _ in range(7)]
     known = [(call.size, call.sha256) for call in calls]
     answers: list[dict[str, Any]] = [
         {"fileUrl": URL, "sizeBytes": known[0][0]},
@@ -352,13 +343,12 @@ def test_size_and_digest_in_the_answer_may_confirm_and_odd_urls_are_kept_as_they
         call.call_log_id: Reply(status, {}, body, store=True)
         for call, status, body in zip(calls, statuses, answers, strict=True)
     }
-    frontend.on_file = lambda request: replies[request.file.call_log_id]  # type: ignore[union-attr]
+    pi.frontend.on_file = lambda request: replies[request.file.call_log_id]  # type: ignore[union-attr]
 
-    result = agent.once()
+    pi.once()
 
-    assert result.returncode == 0, result.stderr
     for call, body in zip(calls, answers, strict=True):
-        assert backend.upload_status(call) == ("uploaded", body["fileUrl"])
+        assert pi.backend.upload_status(call) == ("uploaded", body["fileUrl"])
         assert not call.directory.exists()
 
 
@@ -370,32 +360,30 @@ def heads(frontend: Frontend, call: Call | None = None) -> list[Request]:
     return [request for request in asked if request.status == 404]
 
 
-def test_half_of_the_audio_with_a_200_is_not_confirmed_by_the_default_configuration(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    short, good = backend.end_call(events=0), backend.end_call(events=0)
+def test_half_of_the_audio_with_a_200_is_not_confirmed_by_the_default_configuration(pi: Pi) -> None:
+    short, good = pi.backend.end_call(events=0), pi.backend.end_call(events=0)
 
     def store_half(request: Request) -> None:
         assert request.file is not None
         if request.file.call_log_id == short.call_log_id:
             os.truncate(request.file.path, short.size // 2)
 
-    frontend.on_file = store_half
+    pi.frontend.on_file = store_half
     for _ in range(2):  # from the very first upload on
-        assert agent.once().returncode == 75
-        assert_not_uploaded(db, backend, short)
-        [row] = waiting(db).values()
+        pi.once(code=75)
+        assert_not_uploaded(pi, short)
+        [row] = waiting(pi.db).values()
         assert row["code"] == "BAD_RESPONSE"
         assert f"{short.size // 2} of {short.size} bytes" in row["reason"]
-        assert backend.upload_status(good)[0] == "uploaded" and not good.directory.exists()
-        let_hours_pass(db)
-    assert len(heads(frontend, short)) == 2 and len(heads(frontend, good)) == 1
-    assert len(heads(frontend)) == 2  # once after each start, for a call that is not there
+        assert pi.backend.upload_status(good)[0] == "uploaded" and not good.directory.exists()
+        let_hours_pass(pi.db)
+    assert len(heads(pi.frontend, short)) == 2 and len(heads(pi.frontend, good)) == 1
+    assert len(heads(pi.frontend)) == 2  # once after each start, for a call that is not there
 
-    frontend.on_file = None
-    assert agent.once().returncode == 0
-    assert frontend.files[short.call_log_id].count == 3
-    assert backend.upload_status(short)[0] == "uploaded" and not short.directory.exists()
+    pi.frontend.on_file = None
+    pi.once()
+    assert pi.frontend.files[short.call_log_id].count == 3
+    assert pi.backend.upload_status(short)[0] == "uploaded" and not short.directory.exists()
 
 
 @pytest.mark.parametrize(
@@ -409,60 +397,52 @@ def test_half_of_the_audio_with_a_200_is_not_confirmed_by_the_default_configurat
     ],
     ids=["a page for everything", "no such page", "a login", "GET only", "a redirect"],
 )
-def test_a_head_that_never_agrees_costs_nothing_but_a_line(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, reply: Reply, most: int
-) -> None:
-    frontend.on_head = lambda request: reply if request.method == "HEAD" else None
-    calls = [backend.end_call(events=0) for _ in range(5)]
+def test_a_head_that_never_agrees_costs_nothing_but_a_line(pi: Pi, reply: Reply, most: int) -> None:
+    pi.frontend.on_head = lambda request: reply if request.method == "HEAD" else None
+    calls = [pi.backend.end_call(events=0) for _ in range(5)]
 
-    result = agent.once()
+    result = pi.once()
 
-    assert result.returncode == 0, result.stderr
-    assert not uploads(db) and not any(call.directory.exists() for call in calls)
-    assert len(frontend.of_kind("file")) == 5
-    asked = [request for request in frontend.requests if request.method == "HEAD"]
+    assert not uploads(pi.db) and not any(call.directory.exists() for call in calls)
+    assert len(pi.frontend.of_kind("file")) == 5
+    asked = [request for request in pi.frontend.requests if request.method == "HEAD"]
     assert len(asked) <= most
     assert result.stderr.count("uploads are not verified") == 1
 
 
-def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(pi: Pi) -> None:
     def page(request: Request) -> Reply | None:
-        known = request.path.rpartition("/")[2] in frontend.files
+        known = request.path.rpartition("/")[2] in pi.frontend.files
         return Reply(200, {"Content-Length": "17"}) if request.method == "HEAD" and known else None
 
-    frontend.on_head = page
-    running = agent(**IMPATIENT)
-    calls = [backend.end_call(events=0) for _ in range(5)]
+    pi.frontend.on_head = page
+    running = pi.agent(**IMPATIENT)
+    calls = [pi.backend.end_call(events=0) for _ in range(5)]
     assert "SYNC_VERIFY_PATH" in running.wait_log("files: outage")
-    assert len(frontend.of_kind("file")) == 3
+    assert len(pi.frontend.of_kind("file")) == 3
     for _ in range(3):  # entries go on, and nothing dies of it
-        wait_for_entry(frontend, backend.enqueue())
-        let_hours_pass(db, 72)
+        wait_for_entry(pi.frontend, pi.backend.enqueue())
+        let_hours_pass(pi.db, 72)
     wait_until(lambda: "SYNC_VERIFY_PATH" in running.state()["outages"][0]["reason"])
     for call in calls:
-        assert_not_uploaded(db, backend, call)
+        assert_not_uploaded(pi, call)
     # Another try is one file, and less and less often: 2, 4, 8, … seconds.
     wait_until(lambda: len(running.lines("files: outage")) == 1, what="one line")
     wait_until(lambda: running.state()["outages"][0]["due"] > time.time() + 5, 60, "a long pause")
     assert running.state()["outages"][0]["code"] == "BAD_RESPONSE"
-    tries, until = len(frontend.of_kind("file")), time.monotonic() + 3
+    tries, until = len(pi.frontend.of_kind("file")), time.monotonic() + 3
     wait_until(lambda: time.monotonic() > until)
-    assert len(frontend.of_kind("file")) == tries
+    assert len(pi.frontend.of_kind("file")) == tries
 
-    running.update_env(agent.env(SYNC_VERIFY_PATH=""))
-    running.hup()
-    wait_until(lambda: not db.pending(), what="the files", state=running.log)
+    running.reload(pi.agent.env(SYNC_VERIFY_PATH=""))
+    pi.wait_delivered()
     running.wait_log("files: recovered after")
-    assert not dead(db)
+    assert not dead(pi.db)
 
 
-def test_a_look_that_tells_nothing_is_taken_again_before_the_upload_is(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    first = backend.end_call(events=0)  # by this one HEAD is found to be worth something
-    short, long = backend.end_call(events=0), backend.end_call(events=0)
+def test_a_look_that_tells_nothing_is_taken_again_before_the_upload_is(pi: Pi) -> None:
+    first = pi.backend.end_call(events=0)  # by this one HEAD is found to be worth something
+    short, long = pi.backend.end_call(events=0), pi.backend.end_call(events=0)
     vague = [
         Reply(503),
         Reply(200, raw=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"),
@@ -473,28 +453,29 @@ def test_a_look_that_tells_nothing_is_taken_again_before_the_upload_is(
     def look(request: Request) -> Reply | None:
         rest = answers.get(request.path.rpartition("/")[2])
         if rest and request.method == "HEAD":
-            backend.enqueue()  # entries that get through do not shorten the pause
+            pi.backend.enqueue()  # entries that get through do not shorten the pause
             return next(rest, None)
         return None
 
-    frontend.on_head = look
-    result = agent.once()
+    pi.frontend.on_head = look
+    pi.once(code=75)
 
-    assert result.returncode == 75, result.stderr
     assert not first.directory.exists() and not short.directory.exists()
-    assert frontend.files[short.call_log_id].count == 1 and len(heads(frontend, short)) == 3
-    assert_not_uploaded(db, backend, long)
-    assert set(failures(db)) == {long.seq("recording_file")} and len(heads(frontend, long)) == 3
-    times = [request.started for request in heads(frontend, long)]
+    assert pi.frontend.files[short.call_log_id].count == 1 and len(heads(pi.frontend, short)) == 3
+    assert_not_uploaded(pi, long)
+    assert (
+        set(failures(pi.db)) == {long.seq("recording_file")} and len(heads(pi.frontend, long)) == 3
+    )
+    times = [request.started for request in heads(pi.frontend, long)]
     assert all(later - earlier > 0.9 for earlier, later in pairwise(times))
 
-    let_hours_pass(db)
-    assert agent.once().returncode == 0
-    assert frontend.files[long.call_log_id].count == 2 and not long.directory.exists()
+    let_hours_pass(pi.db)
+    pi.once()
+    assert pi.frontend.files[long.call_log_id].count == 2 and not long.directory.exists()
 
 
 def test_a_stray_second_answer_confirms_neither_the_next_recording_nor_the_next_entries(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
     def twice(answer: dict[str, object], store: bool = True) -> Reply:
         text = json.dumps(answer).encode()
@@ -503,99 +484,93 @@ def test_a_stray_second_answer_confirms_neither_the_next_recording_nor_the_next_
         return Reply(200, {"Content-Length": str(len(text))}, text + head + text, store=store)
 
     stored = script(twice({"fileUrl": URL}))
-    frontend.on_file = lambda request: stored(request) or Reply(500)
+    pi.frontend.on_file = lambda request: stored(request) or Reply(500)
     taken = script(twice({"ok": True}))
-    frontend.on_entries = lambda request: (
+    pi.frontend.on_entries = lambda request: (
         taken(request) or (Reply(500) if request.kind == "entries" else None)
     )
     verify: dict[str, Any] = {"SYNC_VERIFY_PATH": ""}  # of the answers alone
-    calls = [backend.end_call(events=0) for _ in range(2)]
-    running = agent(**verify)
-    wait_until(lambda: calls[1].seq("recording_file") in failures(db), state=running.log)
-    refused = backend.enqueue()
-    wait_until(lambda: refused in failures(db), state=running.log)
+    calls = [pi.backend.end_call(events=0) for _ in range(2)]
+    running = pi.agent(**verify)
+    wait_until(lambda: calls[1].seq("recording_file") in failures(pi.db), state=running.log)
+    refused = pi.backend.enqueue()
+    wait_until(lambda: refused in failures(pi.db), state=running.log)
     running.stop()
 
-    assert backend.upload_status(calls[0])[0] == "uploaded"
-    assert_not_uploaded(db, backend, calls[1])
-    assert refused in db.pending()
-    frontend.on_file = frontend.on_entries = None
-    let_hours_pass(db)
-    assert agent.once(**verify).returncode == 0
-    assert frontend.files[calls[1].call_log_id].sha256 == calls[1].sha256
+    assert pi.backend.upload_status(calls[0])[0] == "uploaded"
+    assert_not_uploaded(pi, calls[1])
+    assert refused in pi.db.pending()
+    pi.frontend.on_file = pi.frontend.on_entries = None
+    let_hours_pass(pi.db)
+    pi.once(**verify)
+    assert pi.frontend.files[calls[1].call_log_id].sha256 == calls[1].sha256
 
 
-def test_a_lock_on_one_recording_keeps_nothing_else(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    running = agent()
-    locked = backend.end_call(events=0)
-    wait_for_file(frontend, locked)
-    wait_until(lambda: not db.pending(), what="the first", state=running.log)
-    with db.connect(autocommit=False) as connection:
-        held = backend.end_call(events=0, audio=False, meta=False)
+def test_a_lock_on_one_recording_keeps_nothing_else(pi: Pi) -> None:
+    running = pi.agent()
+    locked = pi.backend.end_call(events=0)
+    wait_for_file(pi.frontend, locked)
+    pi.wait_delivered()
+    with pi.db.connect(autocommit=False) as connection:
+        held = pi.backend.end_call(events=0, audio=False, meta=False)
         connection.execute("select from recordings where id = %s for update", (held.recording_id,))
         write_wav(held.wav, 1, "audio")
-        backend.write_meta(held)
-        let_hours_pass(db)
-        wait_for_file(frontend, held)
+        pi.backend.write_meta(held)
+        let_hours_pass(pi.db)
+        wait_for_file(pi.frontend, held)
         for _ in range(3):
-            call = backend.end_call(events=1)
-            wait_for_file(frontend, call)
+            call = pi.backend.end_call(events=1)
+            wait_for_file(pi.frontend, call)
             wait_until(
-                lambda: set(db.pending()) <= {held.seq("recording_file")},
+                lambda: set(pi.db.pending()) <= {held.seq("recording_file")},
                 10, "all others to be recorded", running.log,
             )  # fmt: skip
-            assert backend.upload_status(call)[0] == "uploaded"
+            assert pi.backend.upload_status(call)[0] == "uploaded"
             wait_until(partial(lambda path: not path.exists(), call.directory), what="the deletion")
-        assert db.pending() == [held.seq("recording_file")]
+        assert pi.db.pending() == [held.seq("recording_file")]
         assert held.wav.exists()
-    wait_until(lambda: not db.pending(), what="the one that waited", state=running.log)
-    assert backend.upload_status(held)[0] == "uploaded"
+    pi.wait_delivered()
+    assert pi.backend.upload_status(held)[0] == "uploaded"
     wait_until(lambda: not held.directory.exists(), what="its deletion", state=running.log)
-    assert frontend.files[held.call_log_id].count == 1 and not dead(db)
+    assert pi.frontend.files[held.call_log_id].count == 1 and not dead(pi.db)
 
 
 @pytest.mark.parametrize("when", ["in the body", "before the answer"])
 def test_an_upload_under_way_when_the_database_is_lost_is_recorded_or_repeated(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, proxy: Proxy,
-    when: str,
-) -> None:  # fmt: skip
+    pi: Pi, proxy: Proxy, when: str
+) -> None:
     answer = threading.Event()
     if when == "in the body":
-        frontend.read_rate = 4 * CRAWL
+        pi.frontend.read_rate = 4 * CRAWL
     else:
-        frontend.on_file = lambda _: Reply(500) if not answer.wait(60) else None
-    call, other = backend.end_call(events=0, seconds=LONG), backend.end_call(events=0)
-    running = agent(DATABASE_URL=db.url_through(proxy.port))
-    request = wait_for_upload(frontend)
+        pi.frontend.on_file = lambda _: Reply(500) if not answer.wait(60) else None
+    call, other = pi.backend.end_call(events=0, seconds=LONG), pi.backend.end_call(events=0)
+    running = pi.agent(DATABASE_URL=pi.db.url_through(proxy.port))
+    request = wait_for_upload(pi.frontend)
     if when == "before the answer":
-        frontend.wait(lambda: request.file, what="the whole body")
+        pi.frontend.wait(lambda: request.file, what="the whole body")
     for _ in range(2):
         proxy.refuse()
         proxy.cut()
         running.wait_log("the database connection is lost")
         proxy.resume()
-        wait_for_entry(frontend, backend.enqueue())  # it is there again
-    frontend.read_rate = None
+        wait_for_entry(pi.frontend, pi.backend.enqueue())  # it is there again
+    pi.frontend.read_rate = None
     answer.set()
-    wait_until(lambda: not db.pending(), 40, "both recordings", running.log)
+    pi.wait_delivered(40)
     for each in (call, other):
-        assert frontend.files[each.call_log_id].sha256 == each.sha256
-        assert backend.upload_status(each)[0] == "uploaded"
+        pi.assert_stored(each)
         wait_until(partial(lambda path: not path.exists(), each.directory), what="the deletion")
-    assert frontend.files[call.call_log_id].count <= 2 and not dead(db)
+    assert pi.frontend.files[call.call_log_id].count <= 2 and not dead(pi.db)
 
 
-def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(pi: Pi) -> None:
     answers = {400: "BAD_REQUEST", 422: "BAD_REQUEST"}
-    calls = {status: backend.end_call(events=0) for status in answers}
-    known = {status: backend.end_call(events=0) for status in answers}
+    calls = {status: pi.backend.end_call(events=0) for status in answers}
+    known = {status: pi.backend.end_call(events=0) for status in answers}
     kept = "https://frontend.example/earlier.wav"
     for call in known.values():
-        db.execute(
+        pi.db.execute(
             "update recordings set upload_status = 'uploaded', s3_url = %s where id = %s",
             (kept, call.recording_id),
         )
@@ -607,17 +582,16 @@ def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(
         assert request.file is not None
         return Reply(statuses[request.file.call_log_id], {}, {"error": "no such call log"})
 
-    frontend.on_file = reject
-    result = agent.once()
+    pi.frontend.on_file = reject
+    pi.once(code=1)
 
-    assert result.returncode == 1, result.stderr
     for status, code in answers.items():
         for call in (calls[status], known[status]):
-            assert dead(db)[call.seq("recording_file")] == code
+            assert dead(pi.db)[call.seq("recording_file")] == code
             assert call.wav.is_file() and call.meta.is_file()
-        assert backend.upload_status(calls[status]) == ("upload_failed", None)
-        assert backend.upload_status(known[status]) == ("uploaded", kept)
-    assert not db.pending() and not uploads(db)
+        assert pi.backend.upload_status(calls[status]) == ("upload_failed", None)
+        assert pi.backend.upload_status(known[status]) == ("uploaded", kept)
+    assert not pi.db.pending() and not uploads(pi.db)
 
 
 # -- files that change ----------------------------------------------------------------------------
@@ -647,315 +621,312 @@ def replace(call: Call) -> None:
 
 @pytest.mark.parametrize("change", [grow, shrink, rewrite, replace])
 def test_a_file_that_changes_during_its_upload_is_set_aside_and_sent_again(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
-    change: Callable[[Call], None],
-) -> None:  # fmt: skip
-    call = backend.end_call(events=0, seconds=LONG)
+    pi: Pi, change: Callable[[Call], None]
+) -> None:
+    call = pi.backend.end_call(events=0, seconds=LONG)
     gate = threading.Semaphore(0)  # each upload of the long file waits for its permit
 
     def wait_at_gate(request: Request) -> None:
         if is_long(request):
             gate.acquire()
 
-    frontend.on_head = wait_at_gate
-    running = agent(**IMPATIENT)
+    pi.frontend.on_head = wait_at_gate
+    running = pi.agent(**IMPATIENT)
     for number in (1, 2):
-        frontend.wait(partial(lambda wanted: long_uploads(frontend)[wanted], number - 1))
+        pi.frontend.wait(partial(lambda wanted: long_uploads(pi.frontend)[wanted], number - 1))
         change(call)
         # What vouches for the endpoint does not make it the file's fault. (It may go before the
         # next try of the file, or behind it.)
-        backend.end_call(events=0, seconds=0.1)
+        pi.backend.end_call(events=0, seconds=0.1)
         gate.release()
-        wait_until_aside(db, running, call, "FILE_CHANGED", number)
-        assert_not_uploaded(db, backend, call)
-        let_hours_pass(db, 72)
+        wait_until_aside(pi.db, running, call, "FILE_CHANGED", number)
+        assert_not_uploaded(pi, call)
+        let_hours_pass(pi.db, 72)
     final = sha256(call.wav)
     gate.release()
-    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
-    assert frontend.files[call.call_log_id].sha256 == final
-    assert not dead(db) and backend.upload_status(call)[0] == "uploaded"
-    wait_until(lambda: not uploads(db) and not call.wav.exists(), what="the deletion")
+    pi.wait_delivered()
+    assert pi.frontend.files[call.call_log_id].sha256 == final
+    assert not dead(pi.db) and pi.backend.upload_status(call)[0] == "uploaded"
+    wait_until(lambda: not uploads(pi.db) and not call.wav.exists(), what="the deletion")
 
 
 # -- speed, and what goes on meanwhile ------------------------------------------------------------
 
 
-def test_the_bandwidth_limit_paces_an_upload(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(events=0, seconds=20)
+def test_the_bandwidth_limit_paces_an_upload(pi: Pi) -> None:
+    call = pi.backend.end_call(events=0, seconds=20)
     rate = 1600 * 125
-    running = agent(SYNC_UPLOAD_KBPS=1600)
-    request = wait_for_upload(frontend)
-    frontend.wait(lambda: request.received >= request.length / 2, what="half of the body")
+    running = pi.agent(SYNC_UPLOAD_KBPS=1600)
+    request = wait_for_upload(pi.frontend)
+    pi.frontend.wait(lambda: request.received >= request.length / 2, what="half of the body")
     half = (request.finished or time.monotonic()) - request.started
-    frontend.wait(lambda: frontend.files[call.call_log_id])
+    pi.frontend.wait(lambda: pi.frontend.files[call.call_log_id])
     assert request.finished is not None
     took = request.finished - request.started
     # Only the lower bounds: a busy machine makes it slower.
     assert took >= 0.5 * call.size / rate, (took, running.log())
     assert half >= 0.15 * call.size / rate
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
-def test_after_a_stall_the_bandwidth_limit_is_kept(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_after_a_stall_the_bandwidth_limit_is_kept(pi: Pi) -> None:
     rate = 800 * 125
-    backend.end_call(events=0, seconds=LONG)
-    agent(SYNC_UPLOAD_KBPS=800)
-    request = wait_for_upload(frontend)
-    frontend.read_rate = 1  # nothing is read until what lies between is full
+    pi.backend.end_call(events=0, seconds=LONG)
+    pi.agent(SYNC_UPLOAD_KBPS=800)
+    request = wait_for_upload(pi.frontend)
+    pi.frontend.read_rate = 1  # nothing is read until what lies between is full
     stalled = time.monotonic()
-    frontend.wait(lambda: time.monotonic() > stalled + 8)
-    frontend.read_rate, seen, released = None, request.received, time.monotonic()
-    frontend.wait(lambda: request.received > seen + 1_100_000, 60, "what was on the way, and more")
+    pi.frontend.wait(lambda: time.monotonic() > stalled + 8)
+    pi.frontend.read_rate, seen, released = None, request.received, time.monotonic()
+    pi.frontend.wait(
+        lambda: request.received > seen + 1_100_000, 60, "what was on the way, and more"
+    )
     # Two buffers were full: all beyond them comes at the rate, but for the bucket of one second.
     assert time.monotonic() - released >= (1_100_000 - 600_000) / rate - 1.2
 
 
-def test_the_bandwidth_limit_is_lifted_and_said_for_a_file_it_would_keep_too_long(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    large = backend.end_call(events=0, seconds=30)  # 7680 s at 1 kbit/s
+def test_the_bandwidth_limit_is_lifted_and_said_for_a_file_it_would_keep_too_long(pi: Pi) -> None:
+    large = pi.backend.end_call(events=0, seconds=30)  # 7680 s at 1 kbit/s
 
-    result = agent.once(SYNC_UPLOAD_KBPS=1)
+    result = pi.once(SYNC_UPLOAD_KBPS=1)
 
-    assert result.returncode == 0, result.stderr
     assert f"recording {large.seq('recording_file')} is too large for SYNC_UPLOAD_KBPS" in (
         result.stderr
     )
-    assert frontend.files[large.call_log_id].sha256 == large.sha256
+    assert pi.frontend.files[large.call_log_id].sha256 == large.sha256
 
 
-def test_new_entries_arrive_while_a_large_file_travels_slowly(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    frontend.read_rate = CRAWL
-    large = backend.end_call(events=0, seconds=LONG)
-    running = agent(SYNC_POLL_INTERVAL_SEC=2)
-    request = wait_for_upload(frontend)
+def test_new_entries_arrive_while_a_large_file_travels_slowly(pi: Pi) -> None:
+    pi.frontend.read_rate = CRAWL
+    large = pi.backend.end_call(events=0, seconds=LONG)
+    running = pi.agent(SYNC_POLL_INTERVAL_SEC=2)
+    request = wait_for_upload(pi.frontend)
     for trigger in (True, False):
         if not trigger:  # polling is the net
-            db.execute("alter table sync_outbox disable trigger serversync_wake")
+            pi.db.execute("alter table sync_outbox disable trigger serversync_wake")
         for _ in range(2):
-            call = backend.end_call(seconds=0.1)
-            wait_for_entry(frontend, call.seq("recording"))
+            call = pi.backend.end_call(seconds=0.1)
+            wait_for_entry(pi.frontend, call.seq("recording"))
     assert request.finished is None, running.log()
     assert request.received < request.length
-    frontend.read_rate = None
-    wait_until(lambda: not db.pending(), what="the files", state=running.log)
-    assert frontend.files[large.call_log_id].sha256 == large.sha256
-    assert frontend.uploads[0].call_log_id == large.call_log_id
-    assert len(frontend.of_kind("file")) == 5  # none of them twice
+    pi.frontend.read_rate = None
+    pi.wait_delivered()
+    assert pi.frontend.files[large.call_log_id].sha256 == large.sha256
+    assert pi.frontend.uploads[0].call_log_id == large.call_log_id
+    assert len(pi.frontend.of_kind("file")) == 5  # none of them twice
 
 
-def test_new_entries_arrive_while_the_frontend_takes_its_time_to_store_a_file(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_new_entries_arrive_while_the_frontend_takes_its_time_to_store_a_file(pi: Pi) -> None:
     stored = threading.Event()
 
     def store(_: Request) -> None:
         stored.wait(60)
 
-    frontend.on_file = store
-    large = backend.end_call(events=0, seconds=LONG)
-    running = agent()
-    request = wait_for_upload(frontend)
-    frontend.wait(lambda: request.file, what="the whole body")
+    pi.frontend.on_file = store
+    large = pi.backend.end_call(events=0, seconds=LONG)
+    pi.agent()
+    request = wait_for_upload(pi.frontend)
+    pi.frontend.wait(lambda: request.file, what="the whole body")
     for _ in range(2):
-        wait_for_entry(frontend, backend.enqueue())
+        wait_for_entry(pi.frontend, pi.backend.enqueue())
     assert request.finished is None
     stored.set()
-    wait_until(lambda: not db.pending(), what="the end", state=running.log)
-    assert len(frontend.of_kind("file")) == 1
-    assert backend.upload_status(large)[0] == "uploaded"
+    pi.wait_delivered()
+    assert len(pi.frontend.of_kind("file")) == 1
+    assert pi.backend.upload_status(large)[0] == "uploaded"
 
 
-def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    frontend.read_rate = CRAWL
-    large = backend.end_call(events=0, seconds=LONG)
-    running = agent()
-    request = wait_for_upload(frontend)
-    before = len(frontend.of_kind("entries"))
-    frontend.on_entries = lambda _: Reply(stall=3.5) if request.finished is None else None
-    seqs = [backend.enqueue()]
-    frontend.wait(lambda: len(frontend.of_kind("entries")) > before, what="the first entry")
-    stalled = frontend.of_kind("entries")[-1]
-    frontend.wait(lambda: stalled.finished, what="its end")
+def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(pi: Pi) -> None:
+    pi.frontend.read_rate = CRAWL
+    large = pi.backend.end_call(events=0, seconds=LONG)
+    running = pi.agent()
+    request = wait_for_upload(pi.frontend)
+    before = len(pi.frontend.of_kind("entries"))
+    pi.frontend.on_entries = lambda _: Reply(stall=3.5) if request.finished is None else None
+    seqs = [pi.backend.enqueue()]
+    pi.frontend.wait(lambda: len(pi.frontend.of_kind("entries")) > before, what="the first entry")
+    stalled = pi.frontend.of_kind("entries")[-1]
+    pi.frontend.wait(lambda: stalled.finished, what="its end")
     # From here on for longer than two looks: bytes move, entries are not tried.
-    seqs.append(backend.enqueue())
+    seqs.append(pi.backend.enqueue())
     mark = request.received
-    frontend.wait(lambda: request.received > mark + 5 * CRAWL, 60, "progress of the upload")
-    assert len(frontend.of_kind("entries")) == before + 1, running.log()
+    pi.frontend.wait(lambda: request.received > mark + 5 * CRAWL, 60, "progress of the upload")
+    assert len(pi.frontend.of_kind("entries")) == before + 1, running.log()
     assert request.finished is None
-    frontend.read_rate = None
-    frontend.wait(lambda: seqs[0] in frontend.seqs() and seqs[1] in frontend.seqs())
-    wait_until(lambda: not db.pending(), what="the end", state=running.log)
-    assert len(frontend.of_kind("file")) == 1 and request.status == 200
-    assert frontend.files[large.call_log_id].sha256 == large.sha256
+    pi.frontend.read_rate = None
+    pi.frontend.wait(lambda: seqs[0] in pi.frontend.seqs() and seqs[1] in pi.frontend.seqs())
+    pi.wait_delivered()
+    assert len(pi.frontend.of_kind("file")) == 1 and request.status == 200
+    assert pi.frontend.files[large.call_log_id].sha256 == large.sha256
     assert not running.lines("outage") and not running.lines("is retried"), "nothing is concluded"
 
 
 # -- answers that come early, late or not at all --------------------------------------------------
 
 
-def early(replies: dict[str, Reply], calls: dict[str, Call]) -> Callable[[Request], Reply | None]:
-    """A reply in the middle of the body; calls are known by their size."""
+EARLY = {
+    "TOO_LARGE": Reply(413, {}, {"error": "too large"}, close=True),
+    "BAD_RESPONSE": Reply(200, {}, {"fileUrl": "https://f/x"}, close=True),
+    "CONFLICT": Reply(409, {}, {"fileUrl": "https://f/x", "code": "CONFLICT"}),
+    "NETWORK_RESET": Reply(reset=True),
+    "FRONTEND_5XX": Reply(507, {}, {"error": "No space left on device"}),
+}
+
+
+def end_early(frontend: Frontend, replies: Sequence[tuple[Call, Reply]]) -> None:
+    """Answers in the middle of the bodies of long uploads, which are known by their size."""
 
     def hook(request: Request) -> Reply | None:
         if not is_long(request):
             return None
-        [name] = [name for name, call in calls.items() if 0 < request.length - call.size < 2000]
-        return dataclasses.replace(replies[name], after=200_000)
+        [reply] = [reply for call, reply in replies if 0 < request.length - call.size < 2000]
+        return dataclasses.replace(reply, after=200_000)
 
-    return hook
+    frontend.on_head = hook
 
 
-@pytest.mark.parametrize(
-    ("code", "reply"),
-    [
-        ("TOO_LARGE", Reply(413, {}, {"error": "too large"}, close=True)),
-        ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": "https://f/x"}, close=True)),
-        ("CONFLICT", Reply(409, {}, {"fileUrl": "https://f/x", "code": "CONFLICT"})),
-        ("NETWORK_RESET", Reply(reset=True)),
-        ("FRONTEND_5XX", Reply(507, {}, {"error": "No space left on device"})),
-    ],
-)
+def test_what_ends_an_upload_early_is_no_confirmation(pi: Pi) -> None:
+    calls = []
+    for number in range(len(EARLY)):
+        calls.append(pi.backend.end_call(events=0, seconds=LONG + number))
+        pi.backend.end_call(events=0, seconds=0.1)  # so that it is no outage
+    end_early(pi.frontend, list(zip(calls, EARLY.values(), strict=True)))
+    running = pi.agent()
+    waits = [call.seq("recording_file") for call in calls]
+    wait_until(lambda: pi.db.pending() == list(failures(pi.db)) == waits, state=running.log)
+    assert [code for code, _, _ in failures(pi.db).values()] == list(EARLY)
+    assert all(request.received < request.length for request in long_uploads(pi.frontend))
+    for call in calls:
+        assert_not_uploaded(pi, call)
+
+
+@pytest.mark.parametrize("code", ["TOO_LARGE", "NETWORK_RESET"])
 def test_what_ends_an_upload_early_is_charged_only_while_other_files_get_through(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, code: str, reply: Reply
+    pi: Pi, code: str
 ) -> None:
     settings: dict[str, Any] = {"SYNC_RETRY_MAX": 2, "SYNC_RETRY_HOURS": 24}
-    call = backend.end_call(events=0, seconds=LONG)
+    call = pi.backend.end_call(events=0, seconds=LONG)
     seq = call.seq("recording_file")
-    frontend.on_head = lambda request: (
-        dataclasses.replace(reply, after=200_000) if is_long(request) else None
-    )
+    end_early(pi.frontend, [(call, EARLY[code])])
 
     def assert_waits(attempts: int) -> None:
-        result = agent.once(**settings)
-        assert result.returncode == 75, result.stderr
-        [(seq_waiting, (code_waiting, _, charged))] = failures(db).items()
+        pi.once(code=75, **settings)
+        [(seq_waiting, (code_waiting, _, charged))] = failures(pi.db).items()
         assert (seq_waiting, code_waiting, charged) == (seq, code, attempts)
-        assert_not_uploaded(db, backend, call)
+        assert_not_uploaded(pi, call)
 
     assert_waits(0)
-    request = long_uploads(frontend)[0]
-    assert request.received < request.length
-    backend.enqueue_many(3)  # entries do not vouch for files
+    pi.backend.enqueue_many(3)  # entries do not vouch for files
     for others, attempts in ((2, 0), (3, 1), (3, None)):
         for _ in range(others):
-            backend.end_call(events=0, seconds=0.1)
-        hold(db)
-        before = failures(db)[seq][2]
+            pi.backend.end_call(events=0, seconds=0.1)
+        hold(pi.db)
+        before = failures(pi.db)[seq][2]
         assert_waits(before)  # the others went
-        let_hours_pass(db, 72)
+        let_hours_pass(pi.db, 72)
         if attempts is not None:
             assert_waits(attempts)
-            let_hours_pass(db, 72)
+            let_hours_pass(pi.db, 72)
             assert_waits(attempts)  # nobody vouches for the frontend
-    assert not dead(db)
-    let_hours_pass(db, 72)
-    assert agent.once(**settings).returncode == 1
-    assert dead(db) == {seq: code}
-    assert backend.upload_status(call) == ("upload_failed", None)
+    assert not dead(pi.db)
+    let_hours_pass(pi.db, 72)
+    pi.once(code=1, **settings)
+    assert dead(pi.db) == {seq: code}
+    assert pi.backend.upload_status(call) == ("upload_failed", None)
     assert call.wav.is_file() and call.meta.is_file()
-    assert call.call_log_id not in frontend.files
+    assert call.call_log_id not in pi.frontend.files
 
 
 def test_a_body_that_was_moving_until_the_frontend_gave_up_is_never_charged(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, hurry: Callable[..., None]
 ) -> None:
-    call = backend.end_call(events=0, seconds=LONG)
-    frontend.body_timeout = 2.0
-    frontend.read_rate = CRAWL
-    running = agent(**IMPATIENT)
+    hurry(SHARE=1)  # after a retry that took seconds there is none for as long
+    call = pi.backend.end_call(events=0, seconds=LONG)
+    pi.frontend.body_timeout = 2.0
+    pi.frontend.read_rate = CRAWL
+    running = pi.agent(**IMPATIENT)
     for number in (1, 2, 3):
         # Others go as soon as it is set aside, and vouch for the frontend.
-        other = backend.end_call(events=0, seconds=0.1)
-        wait_until_aside(db, running, call, "TOO_SLOW", number)
-        assert_not_uploaded(db, backend, call)
-        wait_for_file(frontend, other)
-        let_hours_pass(db, 72)
-    assert {request.status for request in long_uploads(frontend) if request.finished} == {408}
-    frontend.body_timeout, frontend.read_rate = 300.0, None
-    let_hours_pass(db, 72)
-    # After a retry that took seconds there is none for nine times as long.
-    wait_until(lambda: not db.pending(), 90, "the upload", running.log)
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert not dead(db)
+        other = pi.backend.end_call(events=0, seconds=0.1)
+        wait_until_aside(pi.db, running, call, "TOO_SLOW", number)
+        assert_not_uploaded(pi, call)
+        wait_for_file(pi.frontend, other)
+        let_hours_pass(pi.db, 72)
+    assert {request.status for request in long_uploads(pi.frontend) if request.finished} == {408}
+    pi.frontend.body_timeout, pi.frontend.read_rate = 300.0, None
+    let_hours_pass(pi.db, 72)
+    pi.wait_delivered(90)
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not dead(pi.db)
 
 
 @pytest.mark.slow
 def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, hurry: Callable[..., None]
 ) -> None:
+    hurry(STALL_SEC=10)  # a short one
     released = threading.Event()
 
     def stop_reading(request: Request) -> None:
         if is_long(request):
             released.wait(120)
 
-    frontend.on_head = stop_reading
-    call = backend.end_call(events=0, seconds=LONG)
-    running = agent(**IMPATIENT)
-    request = frontend.wait(lambda: long_uploads(frontend)[0])
-    wait_for_entry(frontend, backend.enqueue())
+    pi.frontend.on_head = stop_reading
+    call = pi.backend.end_call(events=0, seconds=LONG)
+    running = pi.agent(**IMPATIENT)
+    request = pi.frontend.wait(lambda: long_uploads(pi.frontend)[0])
+    wait_for_entry(pi.frontend, pi.backend.enqueue())
 
     def aside() -> bool:
-        return failures(db)[call.seq("recording_file")] == ("NETWORK_TIMEOUT", 1, 0)
+        return failures(pi.db)[call.seq("recording_file")] == ("NETWORK_TIMEOUT", 1, 0)
 
     wait_until(aside, 90, "the end of the upload", running.log)
-    assert time.monotonic() - request.started >= 55
-    assert_not_uploaded(db, backend, call)
+    assert time.monotonic() - request.started >= 9
+    assert_not_uploaded(pi, call)
     released.set()
-    frontend.on_head = None
-    let_hours_pass(db, 72)
-    wait_until(lambda: not db.pending(), what="the upload", state=running.log)
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert not dead(db)
+    pi.frontend.on_head = None
+    let_hours_pass(pi.db, 72)
+    pi.wait_delivered()
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not dead(pi.db)
 
 
 @pytest.mark.slow
 def test_a_limit_below_the_rate_that_counts_as_stuck_does_not_end_an_upload(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, hurry: Callable[..., None]
 ) -> None:
-    call = backend.end_call(events=0, seconds=0.6)  # 77 s at 250 bytes/s
+    hurry(STALL_SEC=5)
+    call = pi.backend.end_call(events=0, seconds=0.1)  # 15 s at 250 bytes/s
 
-    result = agent.once(SYNC_UPLOAD_KBPS=2, timeout=150)
+    pi.once(SYNC_UPLOAD_KBPS=2, timeout=150)
 
-    assert result.returncode == 0, result.stderr
-    [request] = frontend.of_kind("file")
-    assert request.finished is not None and request.finished - request.started > 60
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    [request] = pi.frontend.of_kind("file")
+    assert request.finished is not None and request.finished - request.started > 10
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
-def test_a_frontend_whose_disk_is_full_for_files_still_takes_entries(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    calls = [backend.end_call(events=0, seconds=0.1) for _ in range(6)]
-    frontend.on_file = lambda _: Reply(507, {}, {"error": "No space left on device"})
-    running = agent(**IMPATIENT)
+def test_a_frontend_whose_disk_is_full_for_files_still_takes_entries(pi: Pi) -> None:
+    calls = [pi.backend.end_call(events=0, seconds=0.1) for _ in range(6)]
+    pi.frontend.on_file = lambda _: Reply(507, {}, {"error": "No space left on device"})
+    running = pi.agent(**IMPATIENT)
     running.wait_log("files: outage")
     # Three days of it: entries go on, files wait, nothing is charged.
     for _ in range(5):
-        let_hours_pass(db, 72)
-        seq = backend.enqueue()
-        wait_for_entry(frontend, seq)
+        let_hours_pass(pi.db, 72)
+        seq = pi.backend.enqueue()
+        wait_for_entry(pi.frontend, seq)
     waiting = [call.seq("recording_file") for call in calls]
-    wait_until(lambda: db.pending() == waiting, what="only files to be pending")
-    assert not dead(db) and {state[2] for state in failures(db).values()} <= {0}
+    wait_until(lambda: pi.db.pending() == waiting, what="only files to be pending")
+    assert not dead(pi.db) and {state[2] for state in failures(pi.db).values()} <= {0}
     for call in calls:
-        assert_not_uploaded(db, backend, call)
-    assert len(frontend.of_kind("file")) < 40
+        assert_not_uploaded(pi, call)
+    assert len(pi.frontend.of_kind("file")) < 40
 
-    frontend.on_file = None
+    pi.frontend.on_file = None
     running.hup()
-    let_hours_pass(db, 72)
-    wait_until(lambda: not db.pending(), what="the files", state=running.log)
+    let_hours_pass(pi.db, 72)
+    pi.wait_delivered()
     running.wait_log("files: recovered after")
-    assert not dead(db)
+    assert not dead(pi.db)
     for call in calls:
-        assert frontend.files[call.call_log_id].sha256 == call.sha256
+        assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
