@@ -1,12 +1,11 @@
 """TLS with certificates of the test's own, and the bearer token."""
 
-import contextlib
 import dataclasses
 import re
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from agent import AgentFactory
-from backend import Backend
 from frontend import Frontend, Reply
 from ledger import dead, failures, let_hours_pass
-from pg import Database
+from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 
@@ -125,44 +122,43 @@ def secure(certificate: Pair, tmp_path: Path) -> Iterator[Frontend]:
         yield running
 
 
+@pytest.fixture
+def trusting(secure: Frontend, authority: Authority) -> dict[str, Any]:
+    """What an agent needs to know of it."""
+    return {"FRONTEND_BASE_URL": secure.url, "SYNC_CA_FILE": authority.ca.cert}
+
+
 # -- certificates --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_frontend_with_a_certificate_of_a_private_ca_gets_everything(
-    agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority, host: str
+    pi: Pi, secure: Frontend, authority: Authority, host: str
 ) -> None:
-    call = backend.end_call()
-    ended = agent.once(
-        FRONTEND_BASE_URL=f"https://{host}:{secure.port}", SYNC_CA_FILE=authority.ca.cert
-    )
-    assert ended.returncode == 0
+    call = pi.backend.end_call()
+    pi.once(FRONTEND_BASE_URL=f"https://{host}:{secure.port}", SYNC_CA_FILE=authority.ca.cert)
     assert secure.seqs() == call.seqs[:4]
     assert secure.files[call.call_log_id].sha256 == call.sha256
     assert len(secure.of_kind("entries")) == 1
 
 
-def assert_tls_outage(
-    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend, **settings: Any
-) -> str:
+def assert_tls_outage(pi: Pi, secure: Frontend, **settings: Any) -> str:
     """Nothing is sent, nothing is blamed, and the reason is said; what was said."""
-    call = backend.end_call()
-    ended = agent.once(**{"FRONTEND_BASE_URL": secure.url, **settings})
-    assert ended.returncode == 69
+    call = pi.backend.end_call()
+    ended = pi.once(code=69, **{"FRONTEND_BASE_URL": secure.url, **settings})
     assert "TLS with the frontend failed" in ended.stderr and "Traceback" not in ended.stderr
-    assert db.pending() == call.seqs
-    assert failures(db) == {} and dead(db) == {}
+    assert pi.db.pending() == call.seqs
+    assert failures(pi.db) == {} and dead(pi.db) == {}
     assert not [request for request in secure.requests if request.status == 200]
     return ended.stderr
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["another", "none"])
 def test_certificate_of_an_unknown_ca_is_an_outage_that_names_its_reason(
-    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend, stranger: Authority,
-    known: bool,
-) -> None:  # fmt: skip
+    pi: Pi, secure: Frontend, stranger: Authority, known: bool
+) -> None:
     settings = {"SYNC_CA_FILE": stranger.ca.cert} if known else {}
-    said = assert_tls_outage(agent, db, backend, secure, **settings)
+    said = assert_tls_outage(pi, secure, **settings)
     assert "issuer certificate" in said and HINT not in said
 
 
@@ -174,93 +170,67 @@ def test_certificate_of_an_unknown_ca_is_an_outage_that_names_its_reason(
     ],
 )
 def test_certificate_out_of_its_time_is_an_outage_and_the_clock_is_suspected(
-    agent: AgentFactory,
-    db: Database,
-    backend: Backend,
-    authority: Authority,
-    tmp_path: Path,
-    name: str,
-    valid: tuple[str, str],
-    words: str,
+    pi: Pi, authority: Authority, tmp_path: Path, name: str, valid: tuple[str, str], words: str
 ) -> None:
     pair = authority.issue(name, SERVER, valid)
     with Frontend(tmp_path / "secure", tls=context(pair)) as secure:
-        said = assert_tls_outage(agent, db, backend, secure, SYNC_CA_FILE=authority.ca.cert)
+        said = assert_tls_outage(pi, secure, SYNC_CA_FILE=authority.ca.cert)
     assert words in said and HINT in said
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("names", ["DNS:voice.example.com,IP:192.0.2.7", ""])
 def test_certificate_for_another_name_is_an_outage(
-    agent: AgentFactory,
-    db: Database,
-    backend: Backend,
-    authority: Authority,
-    tmp_path: Path,
-    host: str,
-    names: str,
+    pi: Pi, authority: Authority, tmp_path: Path, host: str, names: str
 ) -> None:
     pair = authority.issue("elsewhere", names)
     with Frontend(tmp_path / "secure", tls=context(pair)) as secure:
         url = f"https://{host}:{secure.port}"
-        said = assert_tls_outage(
-            agent, db, backend, secure, FRONTEND_BASE_URL=url, SYNC_CA_FILE=authority.ca.cert
-        )
+        said = assert_tls_outage(pi, secure, FRONTEND_BASE_URL=url, SYNC_CA_FILE=authority.ca.cert)
     assert host in said and HINT not in said
 
 
-def test_https_to_a_port_that_speaks_plain_http_is_an_outage(
-    agent: AgentFactory, db: Database, backend: Backend, frontend: Frontend
-) -> None:
-    url = f"https://127.0.0.1:{frontend.port}"
-    assert_tls_outage(agent, db, backend, frontend, FRONTEND_BASE_URL=url)
+def test_https_to_a_port_that_speaks_plain_http_is_an_outage(pi: Pi) -> None:
+    pi.frontend.idle_timeout = 0.5  # it waits for the end of what it takes for a head
+    url = f"https://127.0.0.1:{pi.frontend.port}"
+    assert_tls_outage(pi, pi.frontend, FRONTEND_BASE_URL=url)
 
 
 def test_plain_http_to_a_tls_port_kills_nothing(
-    agent: AgentFactory,
-    db: Database,
-    backend: Backend,
-    secure: Frontend,
-    authority: Authority,
+    pi: Pi, secure: Frontend, trusting: dict[str, Any]
 ) -> None:
-    call = backend.end_call()
-    ended = agent.once(FRONTEND_BASE_URL=f"http://127.0.0.1:{secure.port}")
+    call = pi.backend.end_call()
+    ended = pi.agent.once(FRONTEND_BASE_URL=f"http://127.0.0.1:{secure.port}")
     assert ended.returncode in (69, 75)
     assert "Traceback" not in ended.stderr
-    assert db.pending() == call.seqs and dead(db) == {}
-    let_hours_pass(db)
-    good = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
-    assert good.returncode == 0
+    assert pi.db.pending() == call.seqs and dead(pi.db) == {}
+    let_hours_pass(pi.db)
+    pi.once(**trusting)
     assert secure.playable(call.recording_id)
 
 
 def test_running_agent_recovers_by_sighup_when_the_ca_is_put_right(
-    agent: AgentFactory,
-    backend: Backend,
-    secure: Frontend,
-    authority: Authority,
-    stranger: Authority,
+    pi: Pi, secure: Frontend, trusting: dict[str, Any], stranger: Authority
 ) -> None:
-    call = backend.end_call()
-    running = agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=stranger.ca.cert)
+    call = pi.backend.end_call()
+    running = pi.agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=stranger.ca.cert)
     running.wait_log("TLS with the frontend failed")
-    good = agent.env(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
-    running.update_env(good)
-    running.hup()
+    good = pi.agent.env(**trusting)
+    running.reload(good)
     secure.wait(lambda: secure.playable(call.recording_id), 10)
     running.wait_log("recovered after")
 
 
 def test_the_journal_tells_each_new_reason_and_the_same_one_again_after_a_reload(
-    agent: AgentFactory, backend: Backend, authority: Authority, stranger: Authority, tmp_path: Path
+    pi: Pi, authority: Authority, stranger: Authority, tmp_path: Path
 ) -> None:
     days = (time.strftime("%y%m%d%H%M%SZ", time.gmtime(time.time() - n * 86400)) for n in (20, 10))
     begin, end = days
     over = authority.issue("over", SERVER, (begin, end))
     unknown = stranger.issue("unknown", SERVER)
     with Frontend(tmp_path / "secure", tls=context(over)) as frontend:
-        backend.enqueue()
-        running = agent(FRONTEND_BASE_URL=frontend.url, SYNC_CA_FILE=authority.ca.cert)
+        pi.backend.enqueue()
+        running = pi.agent(FRONTEND_BASE_URL=frontend.url, SYNC_CA_FILE=authority.ca.cert)
         running.wait_log("certificate has expired")
         frontend.tls = context(unknown)
         running.wait_log("unable to get local issuer certificate")
@@ -279,12 +249,7 @@ def test_the_journal_tells_each_new_reason_and_the_same_one_again_after_a_reload
 
 @pytest.mark.parametrize("files", ["two", "one"])
 def test_client_certificate_that_the_frontend_demands_is_shown(
-    agent: AgentFactory,
-    backend: Backend,
-    authority: Authority,
-    certificate: Pair,
-    tmp_path: Path,
-    files: str,
+    pi: Pi, authority: Authority, certificate: Pair, tmp_path: Path, files: str
 ) -> None:
     client = authority.issue("device")
     settings: dict[str, Any] = {"SYNC_CLIENT_CERT": client.cert, "SYNC_CLIENT_KEY": client.key}
@@ -292,19 +257,16 @@ def test_client_certificate_that_the_frontend_demands_is_shown(
         both = tmp_path / "both.pem"
         both.write_bytes(client.cert.read_bytes() + client.key.read_bytes())
         settings = {"SYNC_CLIENT_CERT": both}
-    call = backend.end_call()
+    call = pi.backend.end_call()
     with Frontend(tmp_path / "secure", tls=context(certificate, authority)) as secure:
-        ended = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert, **settings)
-        assert ended.returncode == 0
+        pi.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert, **settings)
         assert secure.playable(call.recording_id)
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("shown", ["nothing", "another"])
 def test_client_certificate_that_is_missing_or_wrong_is_an_outage(
-    agent: AgentFactory,
-    db: Database,
-    backend: Backend,
+    pi: Pi,
     authority: Authority,
     stranger: Authority,
     certificate: Pair,
@@ -319,18 +281,17 @@ def test_client_certificate_that_is_missing_or_wrong_is_an_outage(
         client = stranger.issue("device")
         settings = {"SYNC_CLIENT_CERT": client.cert, "SYNC_CLIENT_KEY": client.key}
     with Frontend(tmp_path / "secure", tls=demanding) as secure:
-        assert_tls_outage(agent, db, backend, secure, SYNC_CA_FILE=authority.ca.cert, **settings)
+        assert_tls_outage(pi, secure, SYNC_CA_FILE=authority.ca.cert, **settings)
 
 
 # -- uploads -------------------------------------------------------------------------------------
 
 
 def test_twenty_megabytes_arrive_over_tls_byte_for_byte(
-    agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority
+    pi: Pi, secure: Frontend, trusting: dict[str, Any]
 ) -> None:
-    call = backend.end_call(seconds=625)
-    ended = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
-    assert ended.returncode == 0
+    call = pi.backend.end_call(seconds=625)
+    pi.once(**trusting)
     file = secure.files[call.call_log_id]
     assert (file.size, file.sha256, file.count) == (call.size, call.sha256, 1)
     assert call.size > 20_000_000
@@ -338,17 +299,15 @@ def test_twenty_megabytes_arrive_over_tls_byte_for_byte(
 
 
 def test_new_entries_overtake_a_slow_upload_over_tls(
-    agent: AgentFactory, backend: Backend, secure: Frontend, authority: Authority
+    pi: Pi, secure: Frontend, trusting: dict[str, Any]
 ) -> None:
-    agent(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert).wait_sentence(
-        "all delivered"
-    )
+    pi.agent(**trusting).wait_sentence("all delivered")
     secure.on_head = lambda request: (
         setattr(secure, "read_rate", 500_000) if request.kind == "file" else None
     )
-    slow = backend.end_call(seconds=120)
+    slow = pi.backend.end_call(seconds=120)
     secure.wait(lambda: secure.of_kind("file")[0].received > 100_000)
-    quick = backend.end_call(recording=False)
+    quick = pi.backend.end_call(recording=False)
     secure.wait(lambda: secure.received(quick.call_log_id), 5, "entries during an upload")
     assert secure.of_kind("file")[0].finished is None
     secure.read_rate = None
@@ -359,27 +318,27 @@ def test_new_entries_overtake_a_slow_upload_over_tls(
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [3_000, 20_000])
 def test_an_upload_over_a_slow_line_goes_through_in_one_piece_and_entries_between(
-    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend, authority: Authority,
-    rate: int,
-) -> None:  # fmt: skip
-    """More than a minute each: what does not move for that long is given up."""
+    pi: Pi, secure: Frontend, authority: Authority, hurry: Callable[..., None], rate: int
+) -> None:
+    """Longer than the time after which one that does not move is given up."""
+    hurry(STALL_SEC=15)
     with Proxy("127.0.0.1", secure.port, buffer=4096) as line:
         line.slow(rate)
         url = f"https://127.0.0.1:{line.port}"
-        slow = backend.end_call(seconds=75 * rate / 32_000)
-        running = agent(FRONTEND_BASE_URL=url, SYNC_CA_FILE=authority.ca.cert)
+        slow = pi.backend.end_call(seconds=30 * rate / 32_000)
+        running = pi.agent(FRONTEND_BASE_URL=url, SYNC_CA_FILE=authority.ca.cert)
         secure.wait(lambda: secure.of_kind("file")[0].received > 0, 40, "the upload")
         upload, waits = secure.of_kind("file")[0], []
         while upload.finished is None:
-            enqueued, quick = time.monotonic(), backend.enqueue()
+            enqueued, quick = time.monotonic(), pi.backend.enqueue()
             there = partial(lambda seq: seq in secure.seqs() or upload.finished, quick)
             secure.wait(there, 60, "an entry, or the end of the upload")
             waits.append(time.monotonic() - enqueued)
         secure.wait(lambda: secure.playable(slow.recording_id), 30, "the recording")
-        wait_until(lambda: not db.pending(), 30, "the end", running.log)
-    assert upload.finished - upload.started > 65
-    assert len(secure.of_kind("file")) == 1 and not failures(db)
-    assert len(waits) > 10
+        pi.wait_delivered(30)
+    assert upload.finished - upload.started > 20
+    assert len(secure.of_kind("file")) == 1 and not failures(pi.db)
+    assert len(waits) > 4
     assert max(waits) <= 5 + 1, (waits, running.log())  # and a second for a busy machine
 
 
@@ -394,10 +353,9 @@ def test_an_upload_over_a_slow_line_goes_through_in_one_piece_and_entries_betwee
 )
 @pytest.mark.parametrize("ending", ["close", "pause", "announced"])
 def test_answer_before_the_end_of_an_upload_over_tls_counts_but_confirms_nothing(
-    agent: AgentFactory, db: Database, backend: Backend, secure: Frontend, authority: Authority,
-    reply: Reply, code: str, ending: str,
-) -> None:  # fmt: skip
-    call = backend.end_call(seconds=625)
+    pi: Pi, secure: Frontend, trusting: dict[str, Any], reply: Reply, code: str, ending: str
+) -> None:
+    call = pi.backend.end_call(seconds=625)
     early = dataclasses.replace(
         reply,
         after=300_000,
@@ -405,11 +363,12 @@ def test_answer_before_the_end_of_an_upload_over_tls_counts_but_confirms_nothing
         headers={"Connection": "close"} if ending == "announced" else {},
     )
     secure.on_head = lambda request: early if request.kind == "file" else None
-    ended = agent.once(FRONTEND_BASE_URL=secure.url, SYNC_CA_FILE=authority.ca.cert)
-    assert ended.returncode == 75, ended.stderr
-    assert {seq: row[0] for seq, row in failures(db).items()} == {call.seq("recording_file"): code}
+    pi.once(code=75, **trusting)
+    assert {seq: row[0] for seq, row in failures(pi.db).items()} == {
+        call.seq("recording_file"): code
+    }
     assert call.wav.exists() and call.meta.exists()
-    assert backend.upload_status(call)[0] != "uploaded"
+    assert pi.backend.upload_status(call)[0] != "uploaded"
 
 
 # -- the token -----------------------------------------------------------------------------------
@@ -418,22 +377,17 @@ TOKEN = "tok-5e1f.A~b_c/d+e="
 
 
 def test_bearer_token_goes_with_every_request_and_appears_nowhere_else(
-    agent: AgentFactory,
-    backend: Backend,
-    secure: Frontend,
-    authority: Authority,
-    tmp_path: Path,
+    pi: Pi, secure: Frontend, authority: Authority, tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     secure.require_token = TOKEN
-    call = backend.end_call()
-    ended = agent.once(
+    call = pi.backend.end_call()
+    ended = pi.once(
         FRONTEND_BASE_URL=secure.url,
         SYNC_CA_FILE=authority.ca.cert,
         SYNC_TOKEN_FILE=tmp_path / "token",
         SYNC_LOG_LEVEL="debug",
     )
-    assert ended.returncode == 0
     assert secure.playable(call.recording_id)
     methods = {(request.method, request.kind) for request in secure.requests}
     assert methods == {("POST", "entries"), ("POST", "file"), ("HEAD", "other")}
@@ -442,49 +396,41 @@ def test_bearer_token_goes_with_every_request_and_appears_nowhere_else(
     assert TOKEN not in ended.stderr + ended.stdout
 
 
-def test_without_a_token_there_is_no_authorization_header(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    backend.end_call()
-    assert agent.once().returncode == 0
-    assert not [request for request in frontend.requests if "Authorization" in request.headers]
+def test_without_a_token_there_is_no_authorization_header(pi: Pi) -> None:
+    pi.backend.end_call()
+    pi.once()
+    assert not [request for request in pi.frontend.requests if "Authorization" in request.headers]
 
 
-@pytest.mark.parametrize("status", [302, 307, 308])
+@pytest.mark.parametrize("status", [302, 308])  # all others: test_verdicts.py
 def test_redirect_is_never_followed_and_its_target_never_sees_the_token(
-    agent: AgentFactory,
-    db: Database,
-    backend: Backend,
-    frontend: Frontend,
-    tmp_path: Path,
-    status: int,
+    pi: Pi, tmp_path: Path, status: int
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        target = stack.enter_context(Frontend(tmp_path / "target"))
-        call, other = backend.end_call(), backend.end_call()
+    with Frontend(tmp_path / "target") as target:
+        call, other = pi.backend.end_call(), pi.backend.end_call()
         headers = {"Location": target.url + "/api/ingest/sync"}
-        frontend.on_entries = lambda request: Reply(status, headers)
-        ended = agent.once(SYNC_TOKEN=TOKEN)
+        pi.frontend.on_entries = lambda request: Reply(status, headers)
+        ended = pi.agent.once(SYNC_TOKEN=TOKEN)
         assert ended.returncode == 69 and "a redirect, which is never followed" in ended.stderr
-        assert not failures(db) and len(frontend.requests) == 2
+        assert not failures(pi.db) and len(pi.frontend.requests) == 2
 
-        frontend.on_entries = None
+        pi.frontend.on_entries = None
         headers["Location"] = target.url + "/api/ingest/recording-file"
-        frontend.on_file = lambda request: Reply(status, headers)
-        assert agent.once(SYNC_TOKEN=TOKEN).returncode == 75
-        assert {row[0] for row in failures(db).values()} == {"REDIRECTED"}
+        pi.frontend.on_file = lambda request: Reply(status, headers)
+        pi.once(code=75, SYNC_TOKEN=TOKEN)
+        assert {row[0] for row in failures(pi.db).values()} == {"REDIRECTED"}
         files = [call.seq("recording_file"), other.seq("recording_file")]
-        assert db.pending() == files
+        assert pi.db.pending() == files
 
-        frontend.on_file = None
-        frontend.on_head = lambda request: (
+        pi.frontend.on_file = None
+        pi.frontend.on_head = lambda request: (
             Reply(status, headers) if request.path.endswith(other.call_log_id) else None
         )
-        let_hours_pass(db)
-        assert agent.once(SYNC_TOKEN=TOKEN).returncode == 75
-        assert db.pending() == files[1:]
+        let_hours_pass(pi.db)
+        pi.once(code=75, SYNC_TOKEN=TOKEN)
+        assert pi.db.pending() == files[1:]
         assert not target.requests and target.connections == 0
         assert other.wav.exists()
-        sent = [request.headers["Authorization"] for request in frontend.requests]
+        sent = [request.headers["Authorization"] for request in pi.frontend.requests]
         assert set(sent) == {f"Bearer {TOKEN}"}
-        assert not re.search("uploaded", backend.upload_status(other)[0])
+        assert not re.search("uploaded", pi.backend.upload_status(other)[0])
