@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from psycopg.types.json import Jsonb
 
 from agent import AgentFactory
-from backend import Backend
 from chance import examples
 from frontend import ENTRIES_PATH, Frontend, Reply, Request, script
 from ledger import (
@@ -31,7 +30,7 @@ from ledger import (
     waiting,
 )
 from pg import Database
-from waiting import wait_until
+from pi import Pi
 
 BOOM = Reply(500, {}, {"error": "boom"})
 
@@ -135,66 +134,56 @@ def check_wire(db: Database, request: Request) -> list[int]:
 )
 @given(entries=st.lists(st.tuples(types, payloads), min_size=10, max_size=60))
 def test_any_jsonb_payload_arrives_as_postgresql_holds_it(
-    entries: list[tuple[str, object]],
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, entries: list[tuple[str, object]]
 ) -> None:
-    if not agent.started:
-        agent()
-    frontend.requests.clear()
-    frontend.entries.clear()
-    seqs = insert(db, entries)
-    frontend.wait(lambda: len(frontend.entries) >= len(seqs))
-    assert frontend.seqs() == seqs
-    sent = [seq for request in frontend.of_kind("entries") for seq in check_wire(db, request)]
+    if not pi.agent.started:
+        pi.agent()
+    pi.frontend.requests.clear()
+    pi.frontend.entries.clear()
+    seqs = insert(pi.db, entries)
+    pi.frontend.wait(lambda: len(pi.frontend.entries) >= len(seqs))
+    assert pi.frontend.seqs() == seqs
+    sent = [seq for request in pi.frontend.of_kind("entries") for seq in check_wire(pi.db, request)]
     assert sent == seqs
 
 
-def test_strange_and_large_payloads_arrive_as_postgresql_holds_them(
-    db: Database, frontend: Frontend, agent: AgentFactory
-) -> None:
-    seqs = insert(db, [("call_log", payload) for payload in SPECIAL])
-    assert agent.once().returncode == 0
-    (request,) = frontend.requests
-    assert check_wire(db, request) == seqs
+def test_strange_and_large_payloads_arrive_as_postgresql_holds_them(pi: Pi) -> None:
+    seqs = insert(pi.db, [("call_log", payload) for payload in SPECIAL])
+    pi.once()
+    (request,) = pi.frontend.requests
+    assert check_wire(pi.db, request) == seqs
 
 
-def test_created_at_is_iso_8601_whatever_the_sessions_settings_are(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    with db.admin() as admin:
+def test_created_at_is_iso_8601_whatever_the_sessions_settings_are(pi: Pi) -> None:
+    with pi.db.admin() as admin:
         admin.execute("ALTER ROLE voicebot SET datestyle = 'German'")
         admin.execute("ALTER ROLE voicebot SET timezone = 'Asia/Tokyo'")
     try:
-        seq = backend.enqueue()
+        seq = pi.backend.enqueue()
         moment = datetime.fromisoformat("2024-02-29T23:59:59.000001+00:00")
-        db.execute("UPDATE sync_outbox SET created_at = %s", (moment,))
-        done = agent.once()
+        pi.db.execute("UPDATE sync_outbox SET created_at = %s", (moment,))
+        done = pi.agent.once()
     finally:
-        with db.admin() as admin:
+        with pi.db.admin() as admin:
             admin.execute("ALTER ROLE voicebot RESET ALL")
     assert done.returncode == 0, done.stderr
-    created_at = frontend.entries[0]["createdAt"]
+    created_at = pi.frontend.entries[0]["createdAt"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", created_at), (
         created_at
     )
     assert datetime.fromisoformat(created_at) == moment
-    assert frontend.seqs() == [seq]
+    assert pi.frontend.seqs() == [seq]
 
 
-def test_op_is_sent_where_the_outbox_has_such_a_column(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    db.execute("ALTER TABLE sync_outbox ADD COLUMN op varchar(10) NOT NULL DEFAULT 'upsert'")
-    backend.enqueue()
-    backend.enqueue()
-    backend.enqueue(payload={"text": "x" * 1_000_000})
-    db.execute("UPDATE sync_outbox SET op = 'delete' WHERE id > 1")
-    assert agent.once().returncode == 0
-    assert [entry["op"] for entry in frontend.entries] == ["upsert", "delete", "delete"]
-    assert list(frontend.entries[0]) == [
+def test_op_is_sent_where_the_outbox_has_such_a_column(pi: Pi) -> None:
+    pi.db.execute("ALTER TABLE sync_outbox ADD COLUMN op varchar(10) NOT NULL DEFAULT 'upsert'")
+    pi.backend.enqueue()
+    pi.backend.enqueue()
+    pi.backend.enqueue(payload={"text": "x" * 1_000_000})
+    pi.db.execute("UPDATE sync_outbox SET op = 'delete' WHERE id > 1")
+    pi.once()
+    assert [entry["op"] for entry in pi.frontend.entries] == ["upsert", "delete", "delete"]
+    assert list(pi.frontend.entries[0]) == [
         "entityType",
         "entityId",
         "payload",
@@ -204,28 +193,25 @@ def test_op_is_sent_where_the_outbox_has_such_a_column(
     ]
 
 
-def test_a_bare_outbox_is_sent_without_the_other_tables(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    db.execute("DROP TABLE recordings, system_settings")
-    seqs = [backend.enqueue("recording"), backend.enqueue("schedule")]
-    assert agent.once().returncode == 0
-    assert frontend.seqs() == seqs
+def test_a_bare_outbox_is_sent_without_the_other_tables(pi: Pi) -> None:
+    pi.db.execute("DROP TABLE recordings, system_settings")
+    seqs = [pi.backend.enqueue("recording"), pi.backend.enqueue("schedule")]
+    pi.once()
+    assert pi.frontend.seqs() == seqs
 
 
 @pytest.mark.parametrize("base_path", ["", "/app", "/a/b.c"])
 @pytest.mark.parametrize("slashes", ["", "/", "//"])
 def test_the_request_has_one_plain_head_and_no_double_slash(
-    base_path: str, slashes: str, tmp_path: Path, backend: Backend, agent: AgentFactory
+    pi: Pi, base_path: str, slashes: str, tmp_path: Path
 ) -> None:
-    backend.enqueue()
+    pi.backend.enqueue()
     with Frontend(tmp_path / "other", base_path=base_path) as frontend:
-        done = agent.once(
+        pi.once(
             FRONTEND_BASE_URL=frontend.url + slashes,
             SYNC_TOKEN="visible-token",
             SYNC_DEVICE_ID="raspi:1",
         )
-        assert done.returncode == 0
         (request,) = frontend.requests
     assert request.path == base_path + ENTRIES_PATH
     assert request.raw_head.startswith(f"POST {request.path} HTTP/1.1\r\n".encode())
@@ -241,14 +227,6 @@ def test_the_request_has_one_plain_head_and_no_double_slash(
     assert not {"transfer-encoding", "content-encoding", "expect", "cookie"} & set(head)
 
 
-def test_without_a_token_there_is_no_authorization(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue()
-    agent.once()
-    assert "Authorization" not in frontend.requests[0].headers
-
-
 # --- Idempotency-Key --------------------------------------------------------------------------
 
 
@@ -259,176 +237,153 @@ def key(request: Request) -> str:
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_the_same_entry_sent_again_has_the_same_key_and_bytes(
-    size: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue(payload={"text": "x" * size})
+def test_the_same_entry_sent_again_has_the_same_key_and_bytes(pi: Pi, size: int) -> None:
+    pi.backend.enqueue(payload={"text": "x" * size})
     answers = script(BOOM, Reply(reset=True, store=True))
-    frontend.on_entries = lambda request: answers(request) if request.entries else None
+    pi.frontend.on_entries = lambda request: answers(request) if request.entries else None
     for _ in range(3):
-        agent.once()
-        let_hours_pass(db)
-    first, *others = frontend.of_kind("entries")
+        pi.agent.once()
+        let_hours_pass(pi.db)
+    first, *others = pi.frontend.of_kind("entries")
     assert len(others) == 2
     for request in others:
         assert (key(request), request.body) == (key(first), first.body)
-    assert not db.pending()
+    assert not pi.db.pending()
 
 
-def test_the_same_entry_with_other_bytes_has_another_key(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue(payload={"text": "x" * 1_000_000})
-    backend.enqueue()
-    frontend.on_entries = lambda request: BOOM if request.entries else None
+def test_the_same_entry_with_other_bytes_has_another_key(pi: Pi) -> None:
+    pi.backend.enqueue(payload={"text": "x" * 1_000_000})
+    pi.backend.enqueue()
+    pi.frontend.on_entries = lambda request: BOOM if request.entries else None
     for _ in range(2):
-        agent.once()
-        db.execute("""UPDATE sync_outbox SET payload = payload || '{"more": 1}'""")
-        let_hours_pass(db)
-    keys = {(request.body, key(request)) for request in frontend.requests}
+        pi.agent.once()
+        pi.db.execute("""UPDATE sync_outbox SET payload = payload || '{"more": 1}'""")
+        let_hours_pass(pi.db)
+    keys = {(request.body, key(request)) for request in pi.frontend.requests}
     # Each entry's before and after; and no empty request is told that it was answered before.
     assert len({body for body, _ in keys if body and len(body) > 14}) == 4
     assert len({text for _, text in keys}) == len(keys)
 
 
-def test_a_batch_that_is_cut_again_has_other_keys(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(4)
-    frontend.on_entries = lambda request: BOOM if len(request.entries) > 1 else None
-    agent.once()
+def test_a_batch_that_is_cut_again_has_other_keys(pi: Pi) -> None:
+    pi.backend.enqueue_many(4)
+    pi.frontend.on_entries = lambda request: BOOM if len(request.entries) > 1 else None
+    pi.agent.once()
     # The frontend is asked once whether it lives; a success doubles the next batch.
-    sizes = [len(request.entries) for request in frontend.requests]
+    sizes = [len(request.entries) for request in pi.frontend.requests]
     assert sizes == [4, 0, 2, 1, 2, 1, 2, 1, 1]
-    assert len({key(request) for request in frontend.requests}) == len(sizes)
+    assert len({key(request) for request in pi.frontend.requests}) == len(sizes)
 
 
 # --- batches ----------------------------------------------------------------------------------
 
 
-def test_batches_are_cut_by_count(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(20)
-    assert agent.once(SYNC_BATCH_SIZE=7).returncode == 0
-    assert [len(request.entries) for request in frontend.requests] == [7, 7, 6]
-    assert frontend.seqs() == list(range(1, 21))
+def test_batches_are_cut_by_count(pi: Pi) -> None:
+    pi.backend.enqueue_many(20)
+    pi.once(SYNC_BATCH_SIZE=7)
+    assert [len(request.entries) for request in pi.frontend.requests] == [7, 7, 6]
+    assert pi.frontend.seqs() == list(range(1, 21))
 
 
-def test_batches_are_cut_by_bytes(
-    frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(100, padding=3000)
-    assert agent.once(SYNC_BATCH_BYTES="16 KiB").returncode == 0
-    assert frontend.seqs() == list(range(1, 101))
-    sizes = [request.length for request in frontend.requests]
+def test_batches_are_cut_by_bytes(pi: Pi) -> None:
+    pi.backend.enqueue_many(100, padding=3000)
+    pi.once(SYNC_BATCH_BYTES="16 KiB")
+    assert pi.frontend.seqs() == list(range(1, 101))
+    sizes = [request.length for request in pi.frontend.requests]
     assert max(sizes) <= 16 * 1024
     assert len(sizes) <= 26  # four or five entries a request, not one
 
 
 @pytest.mark.parametrize("excess", [0, 1, 14])
-def test_no_request_is_larger_than_the_limit_envelope_included(
-    excess: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_no_request_is_larger_than_the_limit_envelope_included(pi: Pi, excess: int) -> None:
     """Two entries that together just fit, and two that do not: by a byte, by the envelope."""
 
     def enqueue(letters: int) -> None:
-        backend.enqueue(payload="x" * letters)
+        pi.backend.enqueue(payload="x" * letters)
         # Fractions of a second are written without zeros at their end: not all of one length.
-        db.execute("UPDATE sync_outbox SET created_at = '2026-01-01T00:00:00Z'")
+        pi.db.execute("UPDATE sync_outbox SET created_at = '2026-01-01T00:00:00Z'")
 
     enqueue(0)
-    agent.once()
-    empty = frontend.requests[0].length
+    pi.agent.once()
+    empty = pi.frontend.requests[0].length
     envelope = len('{"entries":[]}')
     enqueue(1000)
     enqueue(4096 + excess - 1000 - 2 * empty + envelope - 1)
-    assert agent.once(SYNC_BATCH_BYTES=4096).returncode == 0
-    sizes = [request.length for request in frontend.requests[1:]]
+    pi.once(SYNC_BATCH_BYTES=4096)
+    sizes = [request.length for request in pi.frontend.requests[1:]]
     assert max(sizes) <= 4096
     assert sizes == [4096] if excess == 0 else len(sizes) == 2
 
 
-def test_a_large_entry_goes_alone_and_whole_and_its_memory_is_bounded(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_a_large_entry_goes_alone_and_whole_and_its_memory_is_bounded(pi: Pi) -> None:
     """Seven mebibytes, of characters that a cut between bytes would break: at most three times in
     our memory."""
-    running = agent()
-    backend.enqueue()
-    frontend.wait(lambda: len(frontend.entries) == 1)
-    wait_until(lambda: not db.pending())
+    running = pi.agent()
+    pi.backend.enqueue()
+    pi.frontend.wait(lambda: len(pi.frontend.entries) == 1)
+    pi.wait_delivered()
     before = running.rss_peak_kib()
     text = '\u30c6\u30b9\u30c8 "\U0001f4de" ' * (7 * 1024 * 1024 // 17)
-    seqs = insert(db, [("a", 1), ("b", {"text": text}), ("c", {"text": text[:50]})])
-    frontend.wait(lambda: len(frontend.entries) == 4, timeout=60)
-    assert frontend.seqs()[1:] == seqs
-    requests = frontend.requests[1:]
+    seqs = insert(pi.db, [("a", 1), ("b", {"text": text}), ("c", {"text": text[:50]})])
+    pi.frontend.wait(lambda: len(pi.frontend.entries) == 4, timeout=60)
+    assert pi.frontend.seqs()[1:] == seqs
+    requests = pi.frontend.requests[1:]
     assert [len(request.entries) for request in requests] == [1, 1, 1]
     assert requests[1].length > 7_000_000
-    assert [seq for request in requests for seq in check_wire(db, request)] == seqs
-    wait_until(lambda: not db.pending())
+    assert [seq for request in requests for seq in check_wire(pi.db, request)] == seqs
+    pi.wait_delivered()
     assert running.rss_peak_kib() - before < 3 * requests[1].length / 1024
 
 
-def test_an_entry_above_the_limit_is_dead_without_being_sent(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_an_entry_above_the_limit_is_dead_without_being_sent(pi: Pi) -> None:
     call = {"callLogId": str(uuid.uuid4())}
-    backend.enqueue(payload=call)
-    large = backend.enqueue("schedule", {**call, "text": "\u3042" * 200_000})
-    backend.enqueue(payload=call)
-    done = agent.once(SYNC_BATCH_BYTES="64 KiB", SYNC_ENTRY_MAX_BYTES="512 KiB")
-    assert done.returncode == 1
-    assert frontend.seqs() == [1, 3]
-    assert max(request.length for request in frontend.requests) < 65536
-    letter = dead_letters(db)[large]
+    pi.backend.enqueue(payload=call)
+    large = pi.backend.enqueue("schedule", {**call, "text": "\u3042" * 200_000})
+    pi.backend.enqueue(payload=call)
+    pi.once(code=1, SYNC_BATCH_BYTES="64 KiB", SYNC_ENTRY_MAX_BYTES="512 KiB")
+    assert pi.frontend.seqs() == [1, 3]
+    assert max(request.length for request in pi.frontend.requests) < 65536
+    letter = dead_letters(pi.db)[large]
     assert letter["error_code"] == "TOO_LARGE"
     assert "SYNC_ENTRY_MAX_BYTES" in letter["error_message"]
     assert letter["http_status"] is None
     assert len(letter["payload"]["text"]) == 200_000
-    assert not db.pending()
+    assert not pi.db.pending()
 
 
-def test_the_limit_of_an_entry_is_that_of_a_batch_too_where_it_is_the_smaller_one(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(20, padding=200)
-    large = backend.enqueue("schedule", {"text": "x" * 2000})
-    assert agent.once(SYNC_ENTRY_MAX_BYTES="1 KiB").returncode == 1
-    assert frontend.seqs() == list(range(1, 21))
-    assert max(request.length for request in frontend.requests) <= 1024
-    assert dead_letters(db)[large]["error_code"] == "TOO_LARGE"
+def test_the_limit_of_an_entry_is_that_of_a_batch_too_where_it_is_the_smaller_one(pi: Pi) -> None:
+    pi.backend.enqueue_many(20, padding=200)
+    large = pi.backend.enqueue("schedule", {"text": "x" * 2000})
+    pi.once(code=1, SYNC_ENTRY_MAX_BYTES="1 KiB")
+    assert pi.frontend.seqs() == list(range(1, 21))
+    assert max(request.length for request in pi.frontend.requests) <= 1024
+    assert dead_letters(pi.db)[large]["error_code"] == "TOO_LARGE"
 
 
-def test_the_outbox_is_drained_until_it_is_empty_and_not_a_batch_an_interval(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(1000)
-    agent(SYNC_POLL_INTERVAL_SEC=86400)
-    frontend.wait(lambda: len(frontend.entries) == 1000)
-    assert frontend.seqs() == list(range(1, 1001))
-    assert [len(request.entries) for request in frontend.requests] == [100] * 10
-    wait_until(lambda: not db.pending())
+def test_the_outbox_is_drained_until_it_is_empty_and_not_a_batch_an_interval(pi: Pi) -> None:
+    pi.backend.enqueue_many(1000)
+    pi.agent(SYNC_POLL_INTERVAL_SEC=86400)
+    pi.frontend.wait(lambda: len(pi.frontend.entries) == 1000)
+    assert pi.frontend.seqs() == list(range(1, 1001))
+    assert [len(request.entries) for request in pi.frontend.requests] == [100] * 10
+    pi.wait_delivered()
 
 
 # --- what is written down ---------------------------------------------------------------------
 
 
-def test_a_confirmed_request_leaves_a_receipt_and_counts(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(3, "call_log")
-    backend.enqueue("schedule")
-    backend.enqueue("schedule")
-    frontend.on_entries = lambda _: Reply(200, {}, b'{"ok": true}', store=True)
-    assert agent.once(SYNC_BATCH_SIZE=4).returncode == 0
-    written = receipts(db)
+def test_a_confirmed_request_leaves_a_receipt_and_counts(pi: Pi) -> None:
+    pi.backend.enqueue_many(3, "call_log")
+    pi.backend.enqueue("schedule")
+    pi.backend.enqueue("schedule")
+    pi.frontend.on_entries = lambda _: Reply(200, {}, b'{"ok": true}', store=True)
+    pi.once(SYNC_BATCH_SIZE=4)
+    written = receipts(pi.db)
     assert [(r["first_seq"], r["last_seq"], r["entries"]) for r in written] == [
         (1, 4, 4),
         (5, 5, 1),
     ]
-    for receipt, request in zip(written, frontend.requests, strict=True):
+    for receipt, request in zip(written, pi.frontend.requests, strict=True):
         assert request.body is not None
         assert receipt["kind"] == "entries"
         assert receipt["bytes"] == len(request.body)
@@ -438,32 +393,30 @@ def test_a_confirmed_request_leaves_a_receipt_and_counts(
         assert receipt["http_status"] == 200
         assert receipt["outcome"] == "sent"
         assert receipt["duration_ms"] >= 0
-    marked = db.rows("SELECT processed_at, created_at FROM sync_outbox")
+    marked = pi.db.rows("SELECT processed_at, created_at FROM sync_outbox")
     assert all(processed >= created for processed, created in marked)
-    assert counter(db, "sent_as", "sent") == 5
-    assert counter(db, "sent", "call_log") == 3
-    assert counter(db, "sent", "schedule") == 2
+    assert counter(pi.db, "sent_as", "sent") == 5
+    assert counter(pi.db, "sent", "call_log") == 3
+    assert counter(pi.db, "sent", "schedule") == 2
     assert (
-        sum(v for (v,) in db.rows("SELECT value FROM serversync.counters WHERE name = 'lag'")) == 5
+        sum(v for (v,) in pi.db.rows("SELECT value FROM serversync.counters WHERE name = 'lag'"))
+        == 5
     )
 
 
-def test_a_dead_letter_holds_the_entry_and_leaves_the_outbox_in_one_transaction(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_a_dead_letter_holds_the_entry_and_leaves_the_outbox_in_one_transaction(pi: Pi) -> None:
     payload = {"callLogId": str(uuid.uuid4()), "name": "\u6771\u4eac"}
     entity = str(uuid.uuid4())
-    seq = backend.enqueue("routing_rule", payload, entity)
-    after = backend.enqueue("routing_rule", payload)
-    frontend.poison[entity] = BOOM
-    agent.once()
-    assert list(waiting(db)) == db.pending() == [seq]
-    assert frontend.seqs() == [after]
-    frontend.poison[entity] = Reply(422, {}, {"error": "priority must not be negative"})
-    let_hours_pass(db)
-    done = agent.once()
-    assert done.returncode == 1
-    letter = dead_letters(db)[seq]
+    seq = pi.backend.enqueue("routing_rule", payload, entity)
+    after = pi.backend.enqueue("routing_rule", payload)
+    pi.frontend.poison[entity] = BOOM
+    pi.agent.once()
+    assert list(waiting(pi.db)) == pi.db.pending() == [seq]
+    assert pi.frontend.seqs() == [after]
+    pi.frontend.poison[entity] = Reply(422, {}, {"error": "priority must not be negative"})
+    let_hours_pass(pi.db)
+    pi.once(code=1)
+    letter = dead_letters(pi.db)[seq]
     assert letter["original_topic"] == "routing_rule"
     assert str(letter["entity_id"]) == entity
     assert letter["payload"] == payload
@@ -477,66 +430,45 @@ def test_a_dead_letter_holds_the_entry_and_leaves_the_outbox_in_one_transaction(
         SELECT d.xmin::text = o.xmin::text, o.processed_at = d.created_at
         FROM serversync.dead_letters d JOIN sync_outbox o ON o.id = d.outbox_id
     """
-    assert db.rows(same) == [(True, True)]
-    assert not waiting(db)
-    assert counter(db, "dead", "routing_rule") == 1
+    assert pi.db.rows(same) == [(True, True)]
+    assert not waiting(pi.db)
+    assert counter(pi.db, "dead", "routing_rule") == 1
     # Nobody asks for the dead one again.
-    assert frontend.seqs() == [after]
-    assert not db.pending()
-    asked = len(frontend.requests)
-    assert agent.once().returncode == 0
-    assert len(frontend.requests) == asked
+    assert pi.frontend.seqs() == [after]
+    assert not pi.db.pending()
+    asked = len(pi.frontend.requests)
+    pi.once()
+    assert len(pi.frontend.requests) == asked
 
 
-def test_a_failure_that_is_healed_leaves_no_row_behind(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    seq = backend.enqueue("schedule")
-    frontend.poison[entity_of(db, seq)] = Reply(503, {}, "<html>proxy</html>")
-    agent.once()
-    failure = waiting(db)[seq]
+def test_a_failure_that_is_healed_leaves_no_row_behind(pi: Pi) -> None:
+    seq = pi.backend.enqueue("schedule")
+    pi.frontend.poison[entity_of(pi.db, seq)] = Reply(503, {}, "<html>proxy</html>")
+    pi.agent.once()
+    failure = waiting(pi.db)[seq]
     assert failure["entity_type"] == "schedule"
     assert (failure["tries"], failure["attempts"], failure["is_file"]) == (1, 0, False)
     assert failure["http_status"] == 503
     assert "<html>proxy</html>" in failure["reason"]
-    assert counter(db, "retries", "FRONTEND_5XX") == 1
-    frontend.poison.clear()
-    let_hours_pass(db)
-    agent.once()
-    assert not waiting(db)
-    assert not dead_letters(db)
+    assert counter(pi.db, "retries", "FRONTEND_5XX") == 1
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
+    pi.agent.once()
+    assert not waiting(pi.db)
+    assert not dead_letters(pi.db)
 
 
-def test_a_waiting_entry_is_not_asked_for_before_it_is_due(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    frontend.poison[entity_of(db, backend.enqueue())] = BOOM
-    agent.once()
-    hold(db)
-    asked = len(frontend.requests)
-    assert agent.once().returncode == 75
-    assert len(frontend.requests) == asked
+def test_a_waiting_entry_is_not_asked_for_before_it_is_due(pi: Pi) -> None:
+    pi.frontend.poison[entity_of(pi.db, pi.backend.enqueue())] = BOOM
+    pi.agent.once()
+    hold(pi.db)
+    asked = len(pi.frontend.requests)
+    pi.once(code=75)
+    assert len(pi.frontend.requests) == asked
     # A clock that jumped: a due time more than an hour ahead counts as due.
-    db.execute("UPDATE serversync.waiting SET next_attempt_at = now() + interval '2 years'")
-    agent.once()
-    assert len(frontend.requests) > asked
-
-
-def test_a_failure_of_a_row_that_others_deleted_holds_nothing_up(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    entity = str(uuid.uuid4())
-    frontend.poison[entity] = BOOM
-    gone = backend.enqueue(entity_id=entity)
-    agent.once()
-    hold(db)
-    assert list(waiting(db)) == [gone]
-    frontend.poison.clear()
-    db.execute("DELETE FROM sync_outbox")
-    seq = backend.enqueue(entity_id=entity)
-    assert agent.once().returncode == 0
-    assert frontend.seqs() == [seq]
-    assert not waiting(db)
+    pi.db.execute("UPDATE serversync.waiting SET next_attempt_at = now() + interval '2 years'")
+    pi.agent.once()
+    assert len(pi.frontend.requests) > asked
 
 
 # --- enqueue() --------------------------------------------------------------------------------
@@ -544,21 +476,19 @@ def test_a_failure_of_a_row_that_others_deleted_holds_nothing_up(
 ENQUEUE = "SELECT serversync_enqueue(%s, %s, %s, %s)"
 
 
-def test_enqueue_with_the_same_key_ten_times_is_one_entry(
-    db: Database, frontend: Frontend, agent: AgentFactory
-) -> None:
-    agent.once()
+def test_enqueue_with_the_same_key_ten_times_is_one_entry(pi: Pi) -> None:
+    pi.agent.once()
     entity = str(uuid.uuid4())
     written = ['{"a": 1, "b": [1.0, 2]}', '{ "b":[1.0,2],"a":1 }']
-    seqs = {db.value(ENQUEUE, ("schedule", entity, written[n % 2], "k-1")) for n in range(10)}
-    assert seqs == {db.value("SELECT id FROM sync_outbox")}
-    other = db.value(ENQUEUE, ("schedule", entity, written[0], "k-2"))
-    unkeyed = {db.value(ENQUEUE, ("schedule", entity, written[0], None)) for _ in range(2)}
-    agent.once()
-    assert frontend.seqs() == sorted({*seqs, other, *unkeyed})
-    assert len(frontend.seqs()) == 4
+    seqs = {pi.db.value(ENQUEUE, ("schedule", entity, written[n % 2], "k-1")) for n in range(10)}
+    assert seqs == {pi.db.value("SELECT id FROM sync_outbox")}
+    other = pi.db.value(ENQUEUE, ("schedule", entity, written[0], "k-2"))
+    unkeyed = {pi.db.value(ENQUEUE, ("schedule", entity, written[0], None)) for _ in range(2)}
+    pi.agent.once()
+    assert pi.frontend.seqs() == sorted({*seqs, other, *unkeyed})
+    assert len(pi.frontend.seqs()) == 4
     # Also after it was sent.
-    assert {db.value(ENQUEUE, ("schedule", entity, written[0], "k-1"))} == seqs
+    assert {pi.db.value(ENQUEUE, ("schedule", entity, written[0], "k-1"))} == seqs
 
 
 @pytest.mark.parametrize(
@@ -571,15 +501,15 @@ def test_enqueue_with_the_same_key_ten_times_is_one_entry(
     ids=["payload", "entity", "type"],
 )
 def test_enqueue_with_the_same_key_and_something_else_is_an_error(
-    other: tuple[str, int, str], db: Database, agent: AgentFactory
+    pi: Pi, other: tuple[str, int, str]
 ) -> None:
-    agent.once()
+    pi.agent.once()
     entities = [str(uuid.uuid4()), str(uuid.uuid4())]
-    db.value(ENQUEUE, ("schedule", entities[0], '{"a": 1}', "k"))
+    pi.db.value(ENQUEUE, ("schedule", entities[0], '{"a": 1}', "k"))
     entity_type, number, payload = other
     with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"):
-        db.value(ENQUEUE, (entity_type, entities[number], payload, "k"))
-    assert len(db.pending()) == 1
+        pi.db.value(ENQUEUE, (entity_type, entities[number], payload, "k"))
+    assert len(pi.db.pending()) == 1
 
 
 def test_enqueue_at_the_same_moment_by_many_is_one_entry(db: Database, agent: AgentFactory) -> None:
