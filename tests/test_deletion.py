@@ -15,9 +15,10 @@ import pytest
 import serversync
 from agent import Agent, AgentFactory, run_once
 from backend import Backend, Call, write_wav
-from frontend import Frontend, Reply
+from frontend import Reply
 from ledger import let_hours_pass, uploads
 from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 MARKER, TRASH = ".serversync-root", ".serversync-trash"
@@ -50,19 +51,19 @@ TOUCHING = 'while :; do touch "$0/mixed.marker"; rm "$0/mixed.marker"; sleep 0.1
 
 @pytest.mark.parametrize("script", [WRITING, TOUCHING], ids=["writes a file", "makes and removes"])
 def test_a_directory_in_which_another_process_works_is_left_alone_until_it_is_quiet(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, script: str
+    pi: Pi, script: str
 ) -> None:
     quiet = 2.0
-    call = backend.end_call(events=0)
-    still = backend.end_call(events=0)
+    call = pi.backend.end_call(events=0)
+    still = pi.backend.end_call(events=0)
     worker = subprocess.Popen(["sh", "-c", script, str(call.directory)])
     try:
-        running = agent(SYNC_DELETE_AFTER_SEC=quiet)
-        wait_until(lambda: len(uploads(db)) == 2, what="the uploads", state=running.log)
+        running = pi.agent(SYNC_DELETE_AFTER_SEC=quiet)
+        wait_until(lambda: len(uploads(pi.db)) == 2, what="the uploads", state=running.log)
         # The other one goes while this one stays: so the agent did look, and more than once.
         wait_until(lambda: not still.directory.exists(), what="the other", state=running.log)
-        again = backend.end_call(events=0)
-        wait_until(lambda: again.call_log_id in frontend.files, what="one more upload")
+        again = pi.backend.end_call(events=0)
+        wait_until(lambda: again.call_log_id in pi.frontend.files, what="one more upload")
         wait_until(lambda: not again.directory.exists(), what="one more deletion")
         assert call.wav.is_file() and call.meta.is_file()
     finally:
@@ -71,44 +72,42 @@ def test_a_directory_in_which_another_process_works_is_left_alone_until_it_is_qu
     last = call.directory.stat().st_mtime
     if (call.directory / "merged.wav").exists():
         last = (call.directory / "merged.wav").stat().st_mtime
-    wait_until_removed(running, db, call.wav, call.meta)
+    wait_until_removed(running, pi.db, call.wav, call.meta)
     assert time.time() - last >= quiet
     # The worker's end may have left its file.
     left = files_of(call.directory)
     assert left == {"merged.wav"} if script == WRITING else left <= {"mixed.marker"}
-    assert len(frontend.uploads) == 3
+    assert len(pi.frontend.uploads) == 3
 
 
 @pytest.mark.parametrize("when", [86400, 4e9], ids=["1970", "2096"])
 def test_a_clock_that_cannot_be_trusted_does_not_shorten_the_quiet_time(
-    db: Database, backend: Backend, agent: AgentFactory, when: float
+    pi: Pi, when: float
 ) -> None:
     # Written before the clock was set, or by a clock that was ahead.
-    call = backend.end_call(events=0)
+    call = pi.backend.end_call(events=0)
     for path in (call.wav, call.meta, call.directory):
         os.utime(path, (when, when))
-    assert agent.once(**LATER).returncode == 0
+    pi.once(**LATER)
 
     started = time.monotonic()
-    running = agent(SYNC_DELETE_AFTER_SEC=3)
-    wait_until_removed(running, db, call.directory)
+    running = pi.agent(SYNC_DELETE_AFTER_SEC=3)
+    wait_until_removed(running, pi.db, call.directory)
     assert time.monotonic() - started >= 3
 
 
-def test_once_goes_by_the_newest_time_stamp(
-    db: Database, backend: Backend, agent: AgentFactory
-) -> None:
-    old, new = backend.end_call(events=0), backend.end_call(events=0)
+def test_once_goes_by_the_newest_time_stamp(pi: Pi) -> None:
+    old, new = pi.backend.end_call(events=0), pi.backend.end_call(events=0)
     long_ago = time.time() - 4000
     for path in (old.wav, old.meta, old.directory, new.wav, new.directory):
         os.utime(path, (long_ago, long_ago))
 
     for _ in range(2):
-        assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 0
+        pi.once(SYNC_DELETE_AFTER_SEC=3600)
 
     assert not old.directory.exists()
     assert files_of(new.directory) == {"mixed.wav", "meta.json"}
-    assert uploads(db) == [new.seq("recording_file")]
+    assert uploads(pi.db) == [new.seq("recording_file")]
 
 
 def test_more_directories_than_can_be_watched_at_once_have_their_turns(
@@ -134,125 +133,118 @@ def test_more_directories_than_can_be_watched_at_once_have_their_turns(
 
 @pytest.mark.parametrize("extra", ["keep", "delete", None])
 def test_files_that_were_never_uploaded_stay_unless_the_configuration_says_otherwise(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, extra: str | None
+    pi: Pi, extra: str | None
 ) -> None:
     others = ("b_leg.wav", "a_leg.wav", "merged.wav")
-    alone, transferred = backend.end_call(events=0), backend.end_call(extra_files=others)
+    alone, transferred = pi.backend.end_call(events=0), pi.backend.end_call(extra_files=others)
 
-    assert agent.once(SYNC_EXTRA_FILES=extra).returncode == 0
+    pi.once(SYNC_EXTRA_FILES=extra)
 
     assert not alone.directory.exists()
     if extra == "delete":
         assert not transferred.directory.exists()
     else:
         assert files_of(transferred.directory) == set(others)
-    assert not uploads(db)
-    assert_trash_is_empty(backend)
-    assert len(frontend.uploads) == 2
+    assert not uploads(pi.db)
+    assert_trash_is_empty(pi.backend)
+    assert len(pi.frontend.uploads) == 2
 
 
-def test_a_directory_in_the_calls_directory_stays(
-    db: Database, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(events=0, extra_files=("b_leg.wav",))
+def test_a_directory_in_the_calls_directory_stays(pi: Pi) -> None:
+    call = pi.backend.end_call(events=0, extra_files=("b_leg.wav",))
     (call.directory / "notes").mkdir()
     (call.directory / "notes" / "note.txt").write_text("not ours")
 
-    assert agent.once(SYNC_EXTRA_FILES="delete").returncode == 0
+    pi.once(SYNC_EXTRA_FILES="delete")
 
     assert files_of(call.directory) == {"notes"}
     assert files_of(call.directory / "notes") == {"note.txt"}
-    assert not uploads(db)
+    assert not uploads(pi.db)
 
 
 @pytest.mark.parametrize("extra", ["keep", "delete"])
 def test_a_second_recording_of_the_directory_that_grew_after_its_upload_stays(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, extra: str
+    pi: Pi, extra: str
 ) -> None:
-    first = backend.end_call(call_id="again..", extra_files=("b_leg.wav",))
-    second = backend.end_call(call_id="again..", name="mixed.mp3")
-    assert agent.once(**LATER).returncode == 0
-    assert len(uploads(db)) == len(frontend.uploads) == 2
+    first = pi.backend.end_call(call_id="again..", extra_files=("b_leg.wav",))
+    second = pi.backend.end_call(call_id="again..", name="mixed.mp3")
+    pi.once(**LATER)
+    assert len(uploads(pi.db)) == len(pi.frontend.uploads) == 2
     append(second)
 
-    result = agent.once(SYNC_EXTRA_FILES=extra)
+    result = pi.agent.once(SYNC_EXTRA_FILES=extra)
 
     assert "again..: mixed.mp3 changed after its upload" in result.stderr
     assert {"mixed.mp3", "b_leg.wav"} <= files_of(first.directory)
     assert not first.wav.exists()
-    assert uploads(db) == [second.seq("recording_file")]
-    assert_trash_is_empty(backend)
+    assert uploads(pi.db) == [second.seq("recording_file")]
+    assert_trash_is_empty(pi.backend)
 
 
-def test_a_call_id_used_twice_keeps_its_files_until_the_last_one_is_through(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    first = backend.end_call(call_id="again..", seconds=0.1)
+def test_a_call_id_used_twice_keeps_its_files_until_the_last_one_is_through(pi: Pi) -> None:
+    first = pi.backend.end_call(call_id="again..", seconds=0.1)
     # A prefix of its name, and the same name elsewhere, are other directories.
-    near = backend.end_call(call_id="again.", seconds=0.1)
-    second = backend.end_call(call_id="again..", seconds=0.2)
-    frontend.poison[second.call_log_id] = Reply(503)  # its file waits behind its entries
+    near = pi.backend.end_call(call_id="again.", seconds=0.1)
+    second = pi.backend.end_call(call_id="again..", seconds=0.2)
+    pi.frontend.poison[second.call_log_id] = Reply(503)  # its file waits behind its entries
 
-    assert agent.once().returncode == 75
-    assert uploads(db) == [first.seq("recording_file")]
+    pi.once(code=75)
+    assert uploads(pi.db) == [first.seq("recording_file")]
     assert files_of(first.directory) == {"mixed.wav", "meta.json"}
     assert not near.directory.exists()
-    assert list(frontend.files) == [first.call_log_id, near.call_log_id]
+    assert list(pi.frontend.files) == [first.call_log_id, near.call_log_id]
     # Also when it is named in the other way.
-    db.execute(
+    pi.db.execute(
         "update sync_outbox set payload = payload - 'filePath' || %s where id = %s",
         ('{"call_id": "again.."}', second.seq("recording_file")),
     )
-    assert agent.once().returncode == 75
+    pi.once(code=75)
     assert files_of(first.directory) == {"mixed.wav", "meta.json"}
 
-    frontend.poison.clear()
-    let_hours_pass(db, 72)
-    assert agent.once().returncode == 0
-    assert frontend.files[second.call_log_id].sha256 == second.sha256
-    assert not first.directory.exists() and not uploads(db)
-    assert_trash_is_empty(backend)
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db, 72)
+    pi.once()
+    assert pi.frontend.files[second.call_log_id].sha256 == second.sha256
+    assert not first.directory.exists() and not uploads(pi.db)
+    assert_trash_is_empty(pi.backend)
 
 
-def test_a_meta_json_that_a_pending_recording_still_needs_stays(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    first = backend.end_call(call_id="again..", seconds=0.1)
-    second = backend.end_call(call_id="again..", seconds=0.2, name="mixed.mp3")
-    frontend.poison[second.call_log_id] = Reply(503)
+def test_a_meta_json_that_a_pending_recording_still_needs_stays(pi: Pi) -> None:
+    first = pi.backend.end_call(call_id="again..", seconds=0.1)
+    second = pi.backend.end_call(call_id="again..", seconds=0.2, name="mixed.mp3")
+    pi.frontend.poison[second.call_log_id] = Reply(503)
     meta = second.meta.read_bytes()
 
-    assert agent.once().returncode == 75
-    assert list(frontend.files) == [first.call_log_id]
+    pi.once(code=75)
+    assert list(pi.frontend.files) == [first.call_log_id]
     assert second.wav.is_file() and second.meta.is_file()
 
-    frontend.poison.clear()
-    let_hours_pass(db, 72)
-    agent.once()
-    assert agent.once().returncode == 0
-    assert frontend.files[second.call_log_id].meta == meta
-    assert not first.directory.exists() and not uploads(db)
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db, 72)
+    pi.agent.once()
+    pi.once()
+    assert pi.frontend.files[second.call_log_id].meta == meta
+    assert not first.directory.exists() and not uploads(pi.db)
 
 
 def test_a_recording_that_comes_into_the_directory_after_the_upload_is_never_deleted_unsent(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
-    first = backend.end_call(call_id="again..", seconds=0.1)
-    assert agent.once(**LATER).returncode == 0
+    first = pi.backend.end_call(call_id="again..", seconds=0.1)
+    pi.once(**LATER)
     # The backend has written it, but its transaction is still open.
-    with db.connect(autocommit=False) as connection:
-        second = backend.end_call(call_id="again..", seconds=0.2, connection=connection)
-        result = agent.once()
-        assert result.returncode == 0
+    with pi.db.connect(autocommit=False) as connection:
+        second = pi.backend.end_call(call_id="again..", seconds=0.2, connection=connection)
+        result = pi.once()
         assert "changed after its upload" in result.stderr
         assert files_of(first.directory) == {"mixed.wav", "meta.json"}
-    assert agent.once().returncode == 0
-    assert frontend.files[second.call_log_id].sha256 == second.sha256
-    assert len(frontend.uploads) == 2
+    pi.once()
+    assert pi.frontend.files[second.call_log_id].sha256 == second.sha256
+    assert len(pi.frontend.uploads) == 2
     assert not first.directory.exists()
     # Of the first one nothing is left to be deleted: its next look says so.
-    assert agent.once().returncode == 0
-    assert not uploads(db)
+    pi.once()
+    assert not uploads(pi.db)
 
 
 def append(call: Call) -> None:
@@ -277,55 +269,50 @@ def transcribe(call: Call) -> None:
 
 @pytest.mark.parametrize("change", [append, touch, exchange, transcribe])
 def test_a_file_that_changed_after_its_upload_is_kept_and_said(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
-    change: Callable[[Call], None],
-) -> None:  # fmt: skip
-    call, other = backend.end_call(events=0), backend.end_call(events=0)
-    assert agent.once(**LATER).returncode == 0
+    pi: Pi, change: Callable[[Call], None]
+) -> None:
+    call, other = pi.backend.end_call(events=0), pi.backend.end_call(events=0)
+    pi.once(**LATER)
     change(call)
     content = {path.name: path.read_bytes() for path in call.directory.iterdir()}
 
-    running = agent()
+    running = pi.agent()
     name = "meta.json" if change is transcribe else "mixed.wav"
     running.wait_log(f"{call.call_id}: {name} changed after its upload")
 
     wait_until(lambda: not other.directory.exists(), what="the other one", state=running.log)
     assert {path.name: path.read_bytes() for path in call.directory.iterdir()} == content
     kept = [call.seq("recording_file")]
-    wait_until(lambda: uploads(db) == kept, what="its row", state=running.log)
+    wait_until(lambda: uploads(pi.db) == kept, what="its row", state=running.log)
     row = "select error from serversync.uploads where tries > 0"
-    assert "changed after its upload" in wait_until(lambda: db.value(row))
-    assert len(frontend.uploads) == 2
-    assert_trash_is_empty(backend)
+    assert "changed after its upload" in wait_until(lambda: pi.db.value(row))
+    assert len(pi.frontend.uploads) == 2
+    assert_trash_is_empty(pi.backend)
 
 
-def test_a_file_that_changed_is_deleted_after_it_was_sent_again(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(events=0)
-    assert agent.once(**LATER).returncode == 0
+def test_a_file_that_changed_is_deleted_after_it_was_sent_again(pi: Pi) -> None:
+    call = pi.backend.end_call(events=0)
+    pi.once(**LATER)
     append(call)
-    assert "changed after its upload" in agent.once().stderr
+    assert "changed after its upload" in pi.agent.once().stderr
     content = call.wav.read_bytes()
     seq = call.seq("recording_file")
-    db.execute("update sync_outbox set processed_at = null where id = %s", (seq,))
+    pi.db.execute("update sync_outbox set processed_at = null where id = %s", (seq,))
 
-    assert agent.once().returncode == 0
+    pi.once()
 
-    assert frontend.files[call.call_log_id].path.read_bytes() == content
-    assert not call.directory.exists() and not uploads(db)
-    assert len(frontend.uploads) == 2
+    assert pi.frontend.files[call.call_log_id].path.read_bytes() == content
+    assert not call.directory.exists() and not uploads(pi.db)
+    assert len(pi.frontend.uploads) == 2
 
 
-def test_a_file_that_changes_in_the_last_moment_comes_back_from_the_trash(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(events=0)
-    assert agent.once(**LATER).returncode == 0
+def test_a_file_that_changes_in_the_last_moment_comes_back_from_the_trash(pi: Pi) -> None:
+    call = pi.backend.end_call(events=0)
+    pi.once(**LATER)
     seq = call.seq("recording_file")
     # A second passes between the last look at the files and the rename.
     slowly = ["-e", "trace=renameat", "-e", "inject=renameat:delay_enter=1000000"]
-    running = agent(strace=slowly)
+    running = pi.agent(strace=slowly)
     trace = running.strace_path
     wait_until(lambda: trace.exists() and "mixed.wav" in trace.read_text(), what="the rename")
     append(call)
@@ -338,8 +325,8 @@ def test_a_file_that_changes_in_the_last_moment_comes_back_from_the_trash(
     assert call.wav.read_bytes() == content
     moves = [line for line in trace.read_text().splitlines() if "mixed.wav" in line]
     assert len(moves) >= 2  # there and back
-    assert_trash_is_empty(backend)
-    assert len(frontend.uploads) == 1
+    assert_trash_is_empty(pi.backend)
+    assert len(pi.frontend.uploads) == 1
 
 
 # -- deletion forbidden ---------------------------------------------------------------------------
@@ -363,53 +350,50 @@ def immutable_directory(backend: Backend, call: Call) -> Callable[[], object]:
 @needs_root
 @pytest.mark.parametrize("forbid", [a_file_is_in_the_way, immutable_directory])
 def test_a_deletion_that_is_forbidden_is_said_and_repeated_but_never_as_an_upload(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
-    forbid: Callable[[Backend, Call], Callable[[], object]],
-) -> None:  # fmt: skip
-    call = backend.end_call(events=0)
-    allow = forbid(backend, call)
+    pi: Pi, forbid: Callable[[Backend, Call], Callable[[], object]]
+) -> None:
+    call = pi.backend.end_call(events=0)
+    allow = forbid(pi.backend, call)
     try:
-        running = agent()
+        running = pi.agent()
         seq = call.seq("recording_file")
         line = running.wait_log(f"uploaded recording {seq} cannot be deleted, tried again later")
         assert call.call_id in line or TRASH in line
         tries = "select tries from serversync.uploads"
-        wait_until(lambda: db.value(tries) >= 2, what="the second try", state=running.log)
+        wait_until(lambda: pi.db.value(tries) >= 2, what="the second try", state=running.log)
         assert call.wav.is_file() and call.meta.is_file()
-        assert backend.upload_status(call)[0] == "uploaded"
+        assert pi.backend.upload_status(call)[0] == "uploaded"
         assert len(running.lines("cannot be deleted")) == 1  # a repeat is no news
         # A new start goes on with the deletion, too.
         running.stop()
-        assert agent.once().returncode == 0
+        pi.once()
         assert call.wav.is_file()
     finally:
         allow()
-    running = agent()
-    wait_until_removed(running, db, call.directory)
-    assert len(frontend.of_kind("file")) == 1
-    assert_trash_is_empty(backend)
+    running = pi.agent()
+    wait_until_removed(running, pi.db, call.directory)
+    assert len(pi.frontend.of_kind("file")) == 1
+    assert_trash_is_empty(pi.backend)
 
 
 @needs_root
-def test_a_read_only_file_system_keeps_files_and_does_not_stop_uploads(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.end_call(events=0)
-    assert agent.once().returncode == 0
-    calls = [backend.end_call(events=0) for _ in range(2)]
+def test_a_read_only_file_system_keeps_files_and_does_not_stop_uploads(pi: Pi) -> None:
+    pi.backend.end_call(events=0)
+    pi.once()
+    calls = [pi.backend.end_call(events=0) for _ in range(2)]
     script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
-    prefix = ("unshare", "--mount", "sh", "-c", script, str(backend.recordings_dir))
+    prefix = ("unshare", "--mount", "sh", "-c", script, str(pi.backend.recordings_dir))
 
-    result = run_once(agent.env(), prefix=prefix)
+    result = run_once(pi.agent.env(), prefix=prefix)
 
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("cannot be deleted") >= 2
     assert "Read-only file system" in result.stderr
-    assert len(frontend.uploads) == 3
+    assert len(pi.frontend.uploads) == 3
     assert all(call.wav.is_file() for call in calls)
-    assert agent.once().returncode == 0
-    assert not any(call.directory.exists() for call in calls) and not uploads(db)
-    assert len(frontend.of_kind("file")) == 3
+    pi.once()
+    assert not any(call.directory.exists() for call in calls) and not uploads(pi.db)
+    assert len(pi.frontend.of_kind("file")) == 3
 
 
 # -- what a kill leaves ---------------------------------------------------------------------------
@@ -480,57 +464,54 @@ def the_other_file(call: Call) -> None:
     ],
 )  # fmt: skip
 def test_trash_that_a_kill_left_is_finished_at_the_start(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
-    leave: Callable[[Call], None],
-) -> None:  # fmt: skip
+    pi: Pi, uploaded: Call, leave: Callable[[Call], None]
+) -> None:
     leave(uploaded)
 
-    result = agent.once()
+    pi.once()
 
-    assert result.returncode == 0, result.stderr
-    assert not uploaded.directory.exists() and not uploads(db)
-    assert_trash_is_empty(backend)
-    assert len(frontend.uploads) == 1
+    assert not uploaded.directory.exists() and not uploads(pi.db)
+    assert_trash_is_empty(pi.backend)
+    assert len(pi.frontend.uploads) == 1
 
 
 def test_a_whole_directory_in_the_trash_never_takes_the_place_of_a_new_recording(
-    db: Database, agent: AgentFactory, uploaded: Call
+    pi: Pi, uploaded: Call
 ) -> None:
     the_directory_as_a_whole(uploaded)
     uploaded.directory.mkdir()
     uploaded.wav.write_text("a new call's")
 
-    result = agent.once()
+    result = pi.agent.once()
 
     assert "mixed.wav changed after its upload" in result.stderr
     assert uploaded.wav.read_text() == "a new call's"
     whole = uploaded.directory.parent / TRASH / str(uploaded.seq("recording_file"))
     assert files_of(whole) == {"mixed.wav", "meta.json"}
-    assert uploads(db) == [uploaded.seq("recording_file")]
+    assert uploads(pi.db) == [uploaded.seq("recording_file")]
 
 
 @pytest.mark.parametrize("name", ["mixed.wav", "meta.json"])
 @pytest.mark.parametrize("extra", ["keep", "delete"])
 def test_what_comes_while_the_trash_is_not_empty_stays(
-    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call, name: str, extra: str
+    pi: Pi, uploaded: Call, name: str, extra: str
 ) -> None:
     throw_away(uploaded, uploaded.wav, uploaded.meta)
     (uploaded.directory / name).write_text("a new call's")
     (uploaded.directory / "b_leg.wav").write_text("never uploaded")
 
-    result = agent.once(SYNC_EXTRA_FILES=extra)
+    result = pi.agent.once(SYNC_EXTRA_FILES=extra)
 
     assert f"{uploaded.call_id}: {name} changed after its upload" in result.stderr
     assert (uploaded.directory / name).read_text() == "a new call's"
     assert (uploaded.directory / "b_leg.wav").read_text() == "never uploaded"
-    assert_trash_is_empty(backend)
+    assert_trash_is_empty(pi.backend)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["its place is free", "a new one is there"])
 def test_what_changed_before_it_came_into_the_trash_goes_back_as_a_whole(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
-    there: bool,
-) -> None:  # fmt: skip
+    pi: Pi, uploaded: Call, there: bool
+) -> None:
     wav, _ = throw_away(uploaded, uploaded.wav, uploaded.meta)
     wav.write_text("something else")
     uploaded.directory.rmdir()
@@ -538,20 +519,19 @@ def test_what_changed_before_it_came_into_the_trash_goes_back_as_a_whole(
         uploaded.directory.mkdir()
         (uploaded.directory / "new.wav").write_text("new")
 
-    result = agent.once()
+    result = pi.once()
 
-    assert result.returncode == 0
     assert "mixed.wav changed after its upload" in result.stderr
     expected = {"mixed.wav", "meta.json"} | ({"new.wav"} if there else set())
     assert files_of(uploaded.directory) == expected
     assert uploaded.wav.read_text() == "something else"
-    assert uploads(db) == [uploaded.seq("recording_file")]
-    assert_trash_is_empty(backend)
-    assert len(frontend.uploads) == 1
+    assert uploads(pi.db) == [uploaded.seq("recording_file")]
+    assert_trash_is_empty(pi.backend)
+    assert len(pi.frontend.uploads) == 1
 
 
 def test_what_comes_back_from_the_trash_never_overwrites_a_new_recording(
-    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
+    pi: Pi, uploaded: Call
 ) -> None:
     meta = uploaded.meta.read_text()
     wav, _ = throw_away(uploaded, uploaded.wav, uploaded.meta)
@@ -559,7 +539,7 @@ def test_what_comes_back_from_the_trash_never_overwrites_a_new_recording(
     uploaded.wav.write_text("a new call's")
 
     for _ in range(2):
-        result = agent.once()
+        result = pi.agent.once()
         assert result.returncode == 0 and "mixed.wav is there already" in result.stderr
         assert wav.read_text() == "changed after its upload"
         assert uploaded.wav.read_text() == "a new call's"
@@ -582,21 +562,24 @@ ALL: dict[str, Any] = {"SYNC_EXTRA_FILES": "delete"}
     ids=["all of it", "with a b_leg", "with others that go, too"],
 )
 def test_a_kill_at_any_step_of_a_deletion_is_finished_by_the_next_start(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, tmp_path: Path,
-    steps: list[tuple[str, int]], extra: tuple[str, ...], settings: dict[str, Any],
-) -> None:  # fmt: skip
+    pi: Pi,
+    tmp_path: Path,
+    steps: list[tuple[str, int]],
+    extra: tuple[str, ...],
+    settings: dict[str, Any],
+) -> None:
     for name, number in steps:
-        call = backend.end_call(events=0, extra_files=extra)
+        call = pi.backend.end_call(events=0, extra_files=extra)
         inject = ("-e", f"trace={name}", "-e", f"inject={name}:signal=KILL:when={number}")
         prefix = ("strace", "-f", "-o", str(tmp_path / "x"), *inject)
-        killed = run_once(agent.env(**settings), prefix=prefix)
+        killed = run_once(pi.agent.env(**settings), prefix=prefix)
         assert killed.returncode < 0
-        assert uploads(db) == [call.seq("recording_file")]
-        assert agent.once(**settings).returncode == 0
+        assert uploads(pi.db) == [call.seq("recording_file")]
+        pi.once(**settings)
         assert files_of(call.directory) == (set() if settings else set(extra))
-        assert frontend.files[call.call_log_id].count == 1
-        assert not uploads(db)
-        assert_trash_is_empty(backend)
+        assert pi.frontend.files[call.call_log_id].count == 1
+        assert not uploads(pi.db)
+        assert_trash_is_empty(pi.backend)
 
 
 # -- traps ----------------------------------------------------------------------------------------
@@ -623,81 +606,66 @@ def linked_in_the_trash(call: Call, outside: Path) -> None:
 
 @pytest.mark.parametrize("trap", [linked_directory, linked_file, linked_trash, linked_in_the_trash])
 def test_a_link_that_was_swapped_in_leads_to_nothing_outside(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, tmp_path: Path,
-    trap: Callable[[Call, Path], None],
-) -> None:  # fmt: skip
+    pi: Pi, tmp_path: Path, trap: Callable[[Call, Path], None]
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious.wav").write_text("precious")
-    call, other = backend.end_call(events=0), backend.end_call(events=0)
-    assert agent.once(**LATER).returncode == 0
-    (backend.recordings_dir / TRASH).mkdir(mode=0o700, exist_ok=True)
+    call, other = pi.backend.end_call(events=0), pi.backend.end_call(events=0)
+    pi.once(**LATER)
+    (pi.backend.recordings_dir / TRASH).mkdir(mode=0o700, exist_ok=True)
     trap(call, outside)
     before = {path: path.stat().st_mtime_ns for path in outside.rglob("*")}
 
-    result = agent.once()
+    result = pi.once()
 
-    assert result.returncode == 0
     assert f"uploaded recording {call.seq('recording_file')} cannot be deleted" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in outside.rglob("*")} == before
-    assert call.seq("recording_file") in uploads(db)
-    assert len(frontend.uploads) == 2
+    assert call.seq("recording_file") in uploads(pi.db)
+    assert len(pi.frontend.uploads) == 2
     assert other.directory.exists() == (trap is linked_trash)
 
 
 @pytest.mark.parametrize("marker", ["", uuid.uuid4().hex], ids=["none", "another one's"])
 def test_nothing_is_deleted_below_a_root_that_is_not_ours(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, uploaded: Call,
-    marker: str,
-) -> None:  # fmt: skip
-    mark = backend.recordings_dir / MARKER
+    pi: Pi, uploaded: Call, marker: str
+) -> None:
+    mark = pi.backend.recordings_dir / MARKER
     ours = mark.read_text()
     mark.write_text(marker)
     if not marker:
         mark.unlink()
 
-    result = agent.once()
+    result = pi.agent.once()
 
     assert "uploaded recordings cannot be deleted" in result.stderr
     assert files_of(uploaded.directory) == {"mixed.wav", "meta.json"}
-    assert uploads(db) == [uploaded.seq("recording_file")]
+    assert uploads(pi.db) == [uploaded.seq("recording_file")]
     mark.write_text(ours)
-    assert agent.once().returncode == 0
-    assert not uploaded.directory.exists() and not uploads(db)
-    assert len(frontend.uploads) == 1
+    pi.once()
+    assert not uploaded.directory.exists() and not uploads(pi.db)
+    assert len(pi.frontend.uploads) == 1
 
 
-def test_recordings_of_a_disk_that_was_exchanged_are_said_to_be_left_there(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    root = backend.recordings_dir
-    calls = [backend.end_call(events=0) for _ in range(3)]
-    assert agent.once(**LATER).returncode == 0
+def test_recordings_of_a_disk_that_was_exchanged_are_said_to_be_left_there(pi: Pi) -> None:
+    root = pi.backend.recordings_dir
+    calls = [pi.backend.end_call(events=0) for _ in range(3)]
+    pi.once(**LATER)
     root.rename(root.with_name("old disk"))
     root.mkdir()
-    db.execute("update serversync.sender set root_id = null")
-    new = backend.end_call(events=0)
+    pi.db.execute("update serversync.sender set root_id = null")
+    new = pi.backend.end_call(events=0)
 
     for _ in range(2):
-        result = agent.once()
-        assert result.returncode == 0, result.stderr
+        result = pi.once()
         for call in calls:
             assert f"{call.call_id}: left on the old disk" in result.stderr
         assert "removed 3" not in result.stderr
-        assert uploads(db) == [call.seq("recording_file") for call in calls]
-    assert not new.directory.exists() and len(frontend.uploads) == 4
+        assert uploads(pi.db) == [call.seq("recording_file") for call in calls]
+    assert not new.directory.exists() and len(pi.frontend.uploads) == 4
 
     root.rename(root.with_name("new disk"))
     root.with_name("old disk").rename(root)
-    db.execute("update serversync.sender set root_id = null")
-    assert agent.once().returncode == 0
-    assert not uploads(db) and not any(call.directory.exists() for call in calls)
-
-
-def test_a_directory_that_somebody_else_removed_is_done(
-    db: Database, backend: Backend, agent: AgentFactory, uploaded: Call
-) -> None:
-    shutil.rmtree(uploaded.directory)
-    assert agent.once().returncode == 0
-    assert not uploads(db)
-    assert backend.upload_status(uploaded)[0] == "uploaded"
+    pi.db.execute("update serversync.sender set root_id = null")
+    pi.once()
+    assert not uploads(pi.db) and not any(call.directory.exists() for call in calls)
