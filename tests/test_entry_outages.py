@@ -6,11 +6,9 @@ from functools import partial
 
 import pytest
 
-from agent import AgentFactory
-from backend import Backend
-from frontend import Frontend, Reply, Request, script
+from frontend import Reply, Request, script
 from ledger import dead_letters, entity_of, failures, hold, let_hours_pass, waiting
-from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 BOOM = Reply(500, {}, {"error": "boom"})
@@ -34,127 +32,110 @@ OUTAGES: dict[str, tuple[Reply, str, int, int]] = {
 
 @pytest.mark.parametrize(("reply", "reason", "hours", "others"), OUTAGES.values(), ids=OUTAGES)
 def test_an_outage_of_hours_or_days_kills_nothing_and_everything_arrives_afterwards(
-    reply: Reply,
-    reason: str,
-    hours: int,
-    others: int,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, reply: Reply, reason: str, hours: int, others: int
 ) -> None:
     """Nine tries are more than the eight attempts that an entry has."""
-    backend.enqueue_many(others)
-    call = backend.end_call(recording=others > 0, events=min(others, 2), seconds=0.01)
-    frontend.on_head = lambda _: reply
+    pi.backend.enqueue_many(others)
+    call = pi.backend.end_call(recording=others > 0, events=min(others, 2), seconds=0.01)
+    pi.frontend.on_head = lambda _: reply
     for _ in range(9):
-        done = agent.once()
-        assert done.returncode == 69
+        done = pi.once(code=69)
         assert reason in done.stderr
-        let_hours_pass(db, hours / 9)
+        let_hours_pass(pi.db, hours / 9)
     # The first that fails is asked about, and so nobody else is blamed.
-    assert len(frontend.requests) <= 9 * 4
-    assert all(failure["attempts"] == 0 for failure in waiting(db).values())
-    assert not dead_letters(db)
-    frontend.on_head = None
-    assert agent.once().returncode == 0
-    assert sorted(frontend.seqs()) == [*range(1, others + 1), *call.seqs[: -1 if others else 1]]
-    assert len(frontend.files) == bool(others)
-    assert not db.pending()
-    assert not waiting(db)
+    assert len(pi.frontend.requests) <= 9 * 4
+    assert all(failure["attempts"] == 0 for failure in waiting(pi.db).values())
+    assert not dead_letters(pi.db)
+    pi.frontend.on_head = None
+    pi.once()
+    assert sorted(pi.frontend.seqs()) == [*range(1, others + 1), *call.seqs[: -1 if others else 1]]
+    assert len(pi.frontend.files) == bool(others)
+    assert not pi.db.pending()
+    assert not waiting(pi.db)
 
 
 def test_a_frontend_that_is_half_alive_for_three_days_kills_nothing_and_charges_nobody(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
     """It answers the empty request; so many in a row are an outage all the same."""
-    backend.enqueue_many(40)
-    calls = [backend.end_call(seconds=0.01) for _ in range(4)]
-    frontend.on_entries = lambda request: BOOM if request.entries else None
-    assert agent.once().returncode == 69
-    assert len(frontend.requests) <= 6 + 30 + 1 + 2  # halved, one by one, the newest, asked
-    assert len(waiting(db)) == 30 + 1
+    pi.backend.enqueue_many(40)
+    calls = [pi.backend.end_call(seconds=0.01) for _ in range(4)]
+    pi.frontend.on_entries = lambda request: BOOM if request.entries else None
+    pi.once(code=69)
+    assert len(pi.frontend.requests) <= 6 + 30 + 1 + 2  # halved, one by one, the newest, asked
+    assert len(waiting(pi.db)) == 30 + 1
     for _ in range(9):
-        let_hours_pass(db, 8)
-        backend.enqueue_many(1)
-        assert agent.once().returncode == 69
-    assert all(failure["attempts"] == 0 for failure in waiting(db).values())
-    assert not dead_letters(db)
+        let_hours_pass(pi.db, 8)
+        pi.backend.enqueue_many(1)
+        pi.once(code=69)
+    assert all(failure["attempts"] == 0 for failure in waiting(pi.db).values())
+    assert not dead_letters(pi.db)
     # The same of the files alone: three of them.
-    frontend.on_entries = None
-    frontend.on_file = lambda _: BOOM
-    let_hours_pass(db)
+    pi.frontend.on_entries = None
+    pi.frontend.on_file = lambda _: BOOM
+    let_hours_pass(pi.db)
     for _ in range(9):
-        before = len(frontend.of_kind("file"))
-        agent.once()
-        assert len(frontend.of_kind("file")) - before <= 3
-        let_hours_pass(db, 8)
-    assert db.pending() == [call.seqs[-1] for call in calls]
-    assert not dead_letters(db)
-    frontend.on_file = None
-    assert agent.once().returncode == 0
-    assert len(frontend.files) == 4
+        before = len(pi.frontend.of_kind("file"))
+        pi.agent.once()
+        assert len(pi.frontend.of_kind("file")) - before <= 3
+        let_hours_pass(pi.db, 8)
+    assert pi.db.pending() == [call.seqs[-1] for call in calls]
+    assert not dead_letters(pi.db)
+    pi.frontend.on_file = None
+    pi.once()
+    assert len(pi.frontend.files) == 4
 
 
-def test_a_wrong_token_holds_everything_until_it_is_right(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(20)
-    frontend.require_token = "the-new-token"
+def test_a_wrong_token_holds_everything_until_it_is_right(pi: Pi) -> None:
+    pi.backend.enqueue_many(20)
+    pi.frontend.require_token = "the-new-token"
     for _ in range(3):
-        done = agent.once(SYNC_TOKEN="the-old-token")
-        assert done.returncode == 69
+        done = pi.once(code=69, SYNC_TOKEN="the-old-token")
         assert "HTTP 401" in done.stderr
         assert "the-old-token" not in done.stderr
-    assert not waiting(db)
-    assert agent.once(SYNC_TOKEN="the-new-token").returncode == 0
-    assert frontend.seqs() == list(range(1, 21))
+    assert not waiting(pi.db)
+    pi.once(SYNC_TOKEN="the-new-token")
+    assert pi.frontend.seqs() == list(range(1, 21))
 
 
-def test_a_frontend_that_flaps_at_random_kills_nothing_within_a_day(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_a_frontend_that_flaps_at_random_kills_nothing_within_a_day(pi: Pi) -> None:
     """Seven of ten requests fail, for 23 hours; charged attempts alone are not enough to die."""
     chance = random.Random(11)
-    backend.enqueue_many(40)
-    frontend.on_entries = lambda r: BOOM if r.entries and chance.random() < 0.7 else None
+    pi.backend.enqueue_many(40)
+    pi.frontend.on_entries = lambda r: BOOM if r.entries and chance.random() < 0.7 else None
     charged = 0
     for _ in range(8):
-        agent.once(SYNC_RETRY_MAX=1)
-        charged = max([charged, *(row["attempts"] for row in waiting(db).values())])
-        backend.enqueue_many(5)
-        let_hours_pass(db, 23 / 8)
-    assert not dead_letters(db)
+        pi.agent.once(SYNC_RETRY_MAX=1)
+        charged = max([charged, *(row["attempts"] for row in waiting(pi.db).values())])
+        pi.backend.enqueue_many(5)
+        let_hours_pass(pi.db, 23 / 8)
+    assert not dead_letters(pi.db)
     assert charged >= 1, "the test is worth nothing: nobody was charged"
-    frontend.on_entries = None
-    assert agent.once().returncode == 0
-    assert sorted(frontend.seqs()) == list(range(1, 81))
+    pi.frontend.on_entries = None
+    pi.once()
+    assert sorted(pi.frontend.seqs()) == list(range(1, 81))
 
 
-def test_after_an_outage_the_batches_grow_by_doubling(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_after_an_outage_the_batches_grow_by_doubling(pi: Pi) -> None:
     """One entry finds out that it is over; and is the frontend now answering the empty request?"""
-    backend.enqueue_many(400)
-    frontend.on_entries = script(BOOM, BOOM)
-    running = agent()
-    wait_until(lambda: not db.pending(), what="everything", state=running.log)
-    kinds = [(request.kind, len(request.entries)) for request in frontend.requests]
+    pi.backend.enqueue_many(400)
+    pi.frontend.on_entries = script(BOOM, BOOM)
+    pi.agent()
+    pi.wait_delivered()
+    kinds = [(request.kind, len(request.entries)) for request in pi.frontend.requests]
     assert kinds[:4] == [("entries", 100), ("empty", 0), ("entries", 1), ("empty", 0)]
     assert [size for _, size in kinds[4:]] == [2, 4, 8, 16, 32, 64, 100, 100, 73]
-    assert sorted(frontend.seqs()) == list(range(1, 401))
-    assert frontend.seqs()[0] == 400, "the newest one asks: what fails is old"
+    assert sorted(pi.frontend.seqs()) == list(range(1, 401))
+    assert pi.frontend.seqs()[0] == 400, "the newest one asks: what fails is old"
 
 
-def test_after_a_time_out_the_batches_grow_by_a_tenth(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_after_a_time_out_the_batches_grow_by_a_tenth(pi: Pi) -> None:
     """A frontend that is too slow for more than 20 entries; doubling would hit that ever again."""
-    backend.enqueue_many(300)
-    frontend.on_entries = lambda r: Reply(stall=60) if len(r.entries) > 20 else None
-    assert agent.once(SYNC_TIMEOUT_SEC=0.5).returncode == 0
-    assert sorted(frontend.seqs()) == list(range(1, 301))
-    requests = frontend.of_kind("entries")
+    pi.backend.enqueue_many(300)
+    pi.frontend.on_entries = lambda r: Reply(stall=60) if len(r.entries) > 20 else None
+    pi.once(SYNC_TIMEOUT_SEC=0.5)
+    assert sorted(pi.frontend.seqs()) == list(range(1, 301))
+    requests = pi.frontend.of_kind("entries")
     sizes = [(len(request.entries), request.status) for request in requests]
     in_vain = [size for size, status in sizes if not status]
     assert in_vain[:3] == [100, 50, 25]
@@ -169,109 +150,102 @@ def test_after_a_time_out_the_batches_grow_by_a_tenth(
 # --- one is poisonous -------------------------------------------------------------------------
 
 
-def poison(db: Database, frontend: Frontend, seq: int, reply: Reply = BOOM) -> None:
-    frontend.poison[entity_of(db, seq)] = reply
+def poison(pi: Pi, seq: int, reply: Reply = BOOM) -> None:
+    pi.frontend.poison[entity_of(pi.db, seq)] = reply
 
 
 @pytest.mark.parametrize(("hours", "attempts"), [(1, 24), (100, 8)], ids=["young", "old"])
 def test_one_poisonous_entry_among_a_thousand_delays_no_other_and_dies_in_the_end(
-    hours: int,
-    attempts: int,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, hours: int, attempts: int
 ) -> None:
     """Attempts alone do not kill it, nor does age alone: it takes eight and a day."""
-    backend.enqueue_many(456)
-    bad = backend.enqueue()
-    backend.enqueue_many(544)
-    poison(db, frontend, bad)
-    running = agent()
+    pi.backend.enqueue_many(456)
+    bad = pi.backend.enqueue()
+    pi.backend.enqueue_many(544)
+    poison(pi, bad)
+    running = pi.agent()
     good = [seq for seq in range(1, 1002) if seq != bad]
-    frontend.wait(lambda: len(frontend.entries) == 1000)
-    assert frontend.seqs() == good
-    assert len(frontend.requests) <= 11 + 40
-    wait_until(lambda: db.pending() == [bad])
+    pi.frontend.wait(lambda: len(pi.frontend.entries) == 1000)
+    assert pi.frontend.seqs() == good
+    assert len(pi.frontend.requests) <= 11 + 40
+    wait_until(lambda: pi.db.pending() == [bad])
 
     def charged() -> int:
-        letters = dead_letters(db)
-        return int((letters or waiting(db))[bad]["attempts"])
+        letters = dead_letters(pi.db)
+        return int((letters or waiting(pi.db))[bad]["attempts"])
 
     def one_more_attempt() -> None:
         before = charged()
-        hold(db)
+        hold(pi.db)
         # Three others of its type get through, and it fails once more.
-        good.extend(backend.enqueue() for _ in range(3))
-        frontend.wait(lambda: frontend.seqs() == good)
-        let_hours_pass(db, hours)
+        good.extend(pi.backend.enqueue() for _ in range(3))
+        pi.frontend.wait(lambda: pi.frontend.seqs() == good)
+        let_hours_pass(pi.db, hours)
         wait_until(lambda: charged() > before, 60, "one more attempt", running.log)
 
-    while not dead_letters(db):
+    while not dead_letters(pi.db):
         one_more_attempt()
 
-    letter = dead_letters(db)[bad]
+    letter = dead_letters(pi.db)[bad]
     assert (letter["error_code"], letter["http_status"]) == ("FRONTEND_5XX", 500)
     assert letter["attempts"] in (attempts, attempts + (hours == 1))
-    wait_until(lambda: not db.pending())
-    assert not waiting(db)
+    pi.wait_delivered()
+    assert not waiting(pi.db)
 
 
 def test_without_three_others_of_its_type_between_a_poisonous_entry_is_never_charged(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
     """Neither two of them nor any number of others, recordings among them, vouch for it."""
-    bad = backend.enqueue()
-    poison(db, frontend, bad)
+    bad = pi.backend.enqueue()
+    poison(pi, bad)
     for _ in range(9):
-        assert agent.once().returncode == 75
-        let_hours_pass(db, 30)
-        backend.enqueue()
-        backend.enqueue()
-        backend.enqueue_many(5)
-        backend.end_call(seconds=0.01)
-    assert agent.once().returncode == 75
-    assert len(frontend.files) == 9
-    assert failures(db)[bad] == ("FRONTEND_5XX", 10, 0)
-    assert not dead_letters(db)
+        pi.once(code=75)
+        let_hours_pass(pi.db, 30)
+        pi.backend.enqueue()
+        pi.backend.enqueue()
+        pi.backend.enqueue_many(5)
+        pi.backend.end_call(seconds=0.01)
+    pi.once(code=75)
+    assert len(pi.frontend.files) == 9
+    assert failures(pi.db)[bad] == ("FRONTEND_5XX", 10, 0)
+    assert not dead_letters(pi.db)
 
 
-def test_one_type_that_fails_for_six_hours_kills_nothing_and_holds_no_other_type_up(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    failing = [backend.enqueue("call_log") for _ in range(6)]
+def test_one_type_that_fails_for_six_hours_kills_nothing_and_holds_no_other_type_up(pi: Pi) -> None:
+    failing = [pi.backend.enqueue("call_log") for _ in range(6)]
 
     def one_type(request: Request) -> Reply | None:
         types = {entry["entityType"] for entry in request.entries}
         return BOOM if "call_log" in types else None
 
     def arrived(seq: int) -> bool:
-        return seq in frontend.seqs()
+        return seq in pi.frontend.seqs()
 
     def tried(times: int) -> bool:
-        let_hours_pass(db)
-        rows = waiting(db)
+        let_hours_pass(pi.db)
+        rows = waiting(pi.db)
         return all(rows[seq]["tries"] > times for seq in failing[:6])
 
-    frontend.on_entries = one_type
-    running = agent(SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=1)
+    pi.frontend.on_entries = one_type
+    running = pi.agent(SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=1)
     for number in range(12):
-        other = backend.enqueue("schedule")
+        other = pi.backend.enqueue("schedule")
         if number % 4 == 0:
-            failing.append(backend.enqueue("call_log"))
+            failing.append(pi.backend.enqueue("call_log"))
         wait_until(partial(arrived, other), 5, "the other type", running.log)
         wait_until(partial(tried, 9 * number // 12), 40, "a try of each", running.log)
-        let_hours_pass(db, 0.5)
-    wait_until(lambda: db.pending() == failing)
-    assert all(row["attempts"] == 0 for row in waiting(db).values())
-    frontend.on_entries = None
+        let_hours_pass(pi.db, 0.5)
+    wait_until(lambda: pi.db.pending() == failing)
+    assert all(row["attempts"] == 0 for row in waiting(pi.db).values())
+    pi.frontend.on_entries = None
 
     def drained() -> bool:
-        let_hours_pass(db)  # again and again: what is under way still fails
-        return not db.pending()
+        let_hours_pass(pi.db)  # again and again: what is under way still fails
+        return not pi.db.pending()
 
     wait_until(drained, what="the end of it")
-    assert not dead_letters(db)
+    assert not dead_letters(pi.db)
 
 
 # --- limits and rejections --------------------------------------------------------------------
@@ -279,27 +253,26 @@ def test_one_type_that_fails_for_six_hours_kills_nothing_and_holds_no_other_type
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_frontend_that_takes_64_kib_gets_everything_but_what_is_larger(
-    early: bool, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, early: bool
 ) -> None:
     """413; also before the body's end, followed by a reset, as proxies do. It is no fault of the
     entry: perhaps somebody raises the proxy's limit."""
     too_large = Reply(413, {"Connection": "close"}, HTML, after=1000 if early else 10**9)
-    frontend.on_head = lambda request: too_large if request.length > 65536 else None
-    backend.enqueue_many(150, padding=2000)
-    large = [backend.enqueue(payload={"text": "x" * size}) for size in (100_000, 1_000_000)]
-    backend.enqueue_many(50, padding=2000)
-    done = agent.once()
-    assert done.returncode == 75
-    assert frontend.seqs() == [*range(1, 151), *range(153, 203)]
+    pi.frontend.on_head = lambda request: too_large if request.length > 65536 else None
+    pi.backend.enqueue_many(150, padding=2000)
+    large = [pi.backend.enqueue(payload={"text": "x" * size}) for size in (100_000, 1_000_000)]
+    pi.backend.enqueue_many(50, padding=2000)
+    pi.once(code=75)
+    assert pi.frontend.seqs() == [*range(1, 151), *range(153, 203)]
     for seq, size in zip(large, ("100.2 kB", "1.0 MB"), strict=True):
-        row = waiting(db)[seq]
+        row = waiting(pi.db)[seq]
         assert (row["code"], row["http_status"], row["attempts"]) == ("TOO_LARGE", 413, 0)
         assert size in row["reason"] and "client_max_body_size" in row["reason"]
-    assert not dead_letters(db)
-    frontend.on_head = None
-    let_hours_pass(db, 30)
-    assert agent.once().returncode == 0
-    assert frontend.seqs()[-2:] == large
+    assert not dead_letters(pi.db)
+    pi.frontend.on_head = None
+    let_hours_pass(pi.db, 30)
+    pi.once()
+    assert pi.frontend.seqs()[-2:] == large
 
 
 REJECTIONS = {"400": REJECTED, "422": Reply(422, {}, {"detail": []}), "rejected": None}
@@ -307,7 +280,7 @@ REJECTIONS = {"400": REJECTED, "422": Reply(422, {}, {"detail": []}), "rejected"
 
 @pytest.mark.parametrize("reply", REJECTIONS.values(), ids=REJECTIONS)
 def test_a_frontend_that_rejects_everything_kills_nine_of_a_type_and_the_rest_arrives_later(
-    reply: Reply | None, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, reply: Reply | None
 ) -> None:
     def reject(request: Request) -> Reply | None:
         items = [{"seq": e["seq"], "code": "NO", "message": "no"} for e in request.entries]
@@ -316,52 +289,47 @@ def test_a_frontend_that_rejects_everything_kills_nine_of_a_type_and_the_rest_ar
         return reply or Reply(200, {}, {"ok": True, "rejected": items})
 
     for entity_type in ("announcement",) * 5 + ("call_log", "schedule") * 40:
-        backend.enqueue(entity_type)
-    frontend.on_entries = reject
-    assert agent.once(SYNC_BATCH_SIZE=10).returncode == 69
+        pi.backend.enqueue(entity_type)
+    pi.frontend.on_entries = reject
+    pi.once(code=69, SYNC_BATCH_SIZE=10)
     for _ in range(3):
-        let_hours_pass(db, 30)
-        backend.enqueue("call_log")
-        asked = len(frontend.requests)
-        assert agent.once(SYNC_BATCH_SIZE=10).returncode == 69
-        assert len(frontend.requests) - asked <= 40
-    deaths = db.rows("""
+        let_hours_pass(pi.db, 30)
+        pi.backend.enqueue("call_log")
+        asked = len(pi.frontend.requests)
+        pi.once(code=69, SYNC_BATCH_SIZE=10)
+        assert len(pi.frontend.requests) - asked <= 40
+    deaths = pi.db.rows("""
         SELECT original_topic, count(*) FROM serversync.dead_letters GROUP BY 1 ORDER BY 1
     """)
     assert deaths == [("announcement", 5), ("call_log", 9), ("schedule", 9)]
-    assert len(db.pending()) == 88 - 23
-    assert all(row["attempts"] == 0 for row in waiting(db).values())
+    assert len(pi.db.pending()) == 88 - 23
+    assert all(row["attempts"] == 0 for row in waiting(pi.db).values())
     # Mended: everything that waits goes, and the type may be rejected again.
-    frontend.on_entries = None
-    let_hours_pass(db, 30)
-    assert agent.once().returncode == 0
-    assert len(frontend.entries) == 88 - 23
-    bad = backend.enqueue("call_log")
-    poison(db, frontend, bad, REJECTED)
-    assert agent.once().returncode == 1
-    assert bad in dead_letters(db)
+    pi.frontend.on_entries = None
+    let_hours_pass(pi.db, 30)
+    pi.once()
+    assert len(pi.frontend.entries) == 88 - 23
+    bad = pi.backend.enqueue("call_log")
+    poison(pi, bad, REJECTED)
+    pi.once(code=1)
+    assert bad in dead_letters(pi.db)
 
 
 @pytest.mark.parametrize(
     ("pattern", "at_once"), [("x" * 9 + "." + "x" * 9 + ".", 18), ("x" * 11 + "." * 5, 9)]
 )
 def test_entries_that_are_rejected_rightly_die_all_of_them_between_successes(
-    pattern: str,
-    at_once: int,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, pattern: str, at_once: int
 ) -> None:
     """Only deaths in a row without a success of the type speak against the frontend."""
-    seqs = [backend.enqueue() for _ in pattern]
+    seqs = [pi.backend.enqueue() for _ in pattern]
     bad = [seq for seq, sign in zip(seqs, pattern, strict=True) if sign == "x"]
     for seq in bad:
-        poison(db, frontend, seq, REJECTED)
-    assert agent.once().returncode == 1
-    assert frontend.seqs() == [seq for seq in seqs if seq not in bad]
-    assert list(dead_letters(db))[:at_once] == bad[:at_once]
-    let_hours_pass(db)
-    agent.once()
-    assert list(dead_letters(db)) == bad
-    assert not db.pending()
+        poison(pi, seq, REJECTED)
+    pi.once(code=1)
+    assert pi.frontend.seqs() == [seq for seq in seqs if seq not in bad]
+    assert list(dead_letters(pi.db))[:at_once] == bad[:at_once]
+    let_hours_pass(pi.db)
+    pi.agent.once()
+    assert list(dead_letters(pi.db)) == bad
+    assert not pi.db.pending()

@@ -16,7 +16,7 @@ from chance import examples
 from frontend import Frontend, Reply, Request
 from ledger import dead_letters, hold, let_hours_pass, waiting
 from pg import Database
-from waiting import wait_until
+from pi import Pi
 
 BOOM = Reply(500, {}, {"error": "boom"})
 
@@ -170,27 +170,27 @@ def test_random_failures_on_random_entries_disturb_neither_order_nor_the_last_wo
 
 
 def test_a_failed_entry_that_is_due_again_during_a_long_pass_goes_before_what_waits_for_it(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
     """The first retry comes within two seconds; the pass below takes longer than that."""
     entity = str(uuid.uuid4())
-    first = backend.enqueue(entity_id=entity)
-    others = [backend.enqueue() for _ in range(3)]
-    last = backend.enqueue(entity_id=entity)
-    frontend.poison[entity] = BOOM
+    first = pi.backend.enqueue(entity_id=entity)
+    others = [pi.backend.enqueue() for _ in range(3)]
+    last = pi.backend.enqueue(entity_id=entity)
+    pi.frontend.poison[entity] = BOOM
 
     def slow(request: Request) -> Reply | None:
         if [entry["seq"] for entry in request.entries] != others[1:2]:
             return None
-        frontend.poison.clear()
+        pi.frontend.poison.clear()
         return Reply(200, {}, {"ok": True}, store=True, delay=2.2)
 
-    frontend.on_entries = slow
-    agent(SYNC_BATCH_SIZE=1)
-    frontend.wait(lambda: len(frontend.seqs()) == 5, 40)
-    assert frontend.seqs()[:2] == others[:2]
-    assert sorted(frontend.seqs()) == [first, *others, last]
-    assert frontend.seqs().index(first) < frontend.seqs().index(last)
+    pi.frontend.on_entries = slow
+    pi.agent(SYNC_BATCH_SIZE=1)
+    pi.frontend.wait(lambda: len(pi.frontend.seqs()) == 5, 40)
+    assert pi.frontend.seqs()[:2] == others[:2]
+    assert sorted(pi.frontend.seqs()) == [first, *others, last]
+    assert pi.frontend.seqs().index(first) < pi.frontend.seqs().index(last)
 
 
 @pytest.mark.parametrize(
@@ -203,204 +203,186 @@ def test_a_failed_entry_that_is_due_again_during_a_long_pass_goes_before_what_wa
     ],
 )
 def test_what_depends_on_a_failed_entry_waits_behind_it_and_all_else_goes_on(
-    poisonous: str,
-    waiting_too: list[str],
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, poisonous: str, waiting_too: list[str]
 ) -> None:
-    call, other = (backend.end_call(seconds=0.01) for _ in range(2))
+    call, other = (pi.backend.end_call(seconds=0.01) for _ in range(2))
     bad = call.seq(poisonous)
     is_file = poisonous == "recording_file"
-    entity = db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (bad,))
+    entity = pi.db.value("SELECT entity_id::text FROM sync_outbox WHERE id = %s", (bad,))
 
     def refuse(request: Request) -> Reply | None:
         file = request.file and request.file.call_log_id == call.call_log_id
         return BOOM if (file if is_file else bad in seqs(request)) else None
 
-    frontend.on_entries = frontend.on_file = refuse
-    agent.once()
+    pi.frontend.on_entries = pi.frontend.on_file = refuse
+    pi.agent.once()
     stuck = [s for s, what in zip(call.seqs, call.types, strict=True) if what in waiting_too]
     stuck.insert(0, bad)
-    assert db.pending() == sorted(waiting(db)) == stuck
-    assert {row["code"] for seq, row in waiting(db).items() if seq != bad} <= {"WAITS_FOR"}
-    assert frontend.seqs() == [s for s in (*call.seqs[:-1], *other.seqs[:-1]) if s not in stuck]
-    assert other.call_log_id in frontend.files
+    assert pi.db.pending() == sorted(waiting(pi.db)) == stuck
+    assert {row["code"] for seq, row in waiting(pi.db).items() if seq != bad} <= {"WAITS_FOR"}
+    assert pi.frontend.seqs() == [s for s in (*call.seqs[:-1], *other.seqs[:-1]) if s not in stuck]
+    assert other.call_log_id in pi.frontend.files
     # While it waits: a fresh call, a later word of the same entity, and of one that arrived.
-    hold(db)
-    fresh = backend.end_call(seconds=0.01)
-    again = backend.enqueue(poisonous if not is_file else "recording", {"id": entity}, entity)
-    arrived = backend.enqueue("call_log", {}, other.call_log_id)
-    before = len(frontend.seqs())
-    agent.once()
+    hold(pi.db)
+    fresh = pi.backend.end_call(seconds=0.01)
+    again = pi.backend.enqueue(poisonous if not is_file else "recording", {"id": entity}, entity)
+    arrived = pi.backend.enqueue("call_log", {}, other.call_log_id)
+    before = len(pi.frontend.seqs())
+    pi.agent.once()
     late = [*fresh.seqs[:-1], *([again] if is_file else []), arrived]
-    assert frontend.seqs()[before:] == late
-    assert fresh.call_log_id in frontend.files
-    frontend.on_entries = frontend.on_file = None
-    let_hours_pass(db)
-    assert agent.once().returncode == 0
+    assert pi.frontend.seqs()[before:] == late
+    assert fresh.call_log_id in pi.frontend.files
+    pi.frontend.on_entries = pi.frontend.on_file = None
+    let_hours_pass(pi.db)
+    pi.once()
     left = [seq for seq in stuck if seq != call.seq("recording_file")]
-    assert frontend.seqs()[before + len(late) :] == left + ([] if is_file else [again])
-    assert frontend.playable(call.recording_id)
-    assert not waiting(db)
+    assert pi.frontend.seqs()[before + len(late) :] == left + ([] if is_file else [again])
+    assert pi.frontend.playable(call.recording_id)
+    assert not waiting(pi.db)
 
 
 def seqs(request: Request) -> list[int]:
     return [entry["seq"] for entry in request.entries]
 
 
-def test_the_call_is_found_by_either_name_in_any_writing_and_never_where_it_is_not(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_the_call_is_found_by_either_name_in_any_writing_and_never_where_it_is_not(pi: Pi) -> None:
     call = str(uuid.uuid4())
-    poisonous = backend.enqueue("call_log", {"id": call}, call)
+    poisonous = pi.backend.enqueue("call_log", {"id": call}, call)
     behind = [
-        backend.enqueue("ivr_session_event", {"callLogId": call.upper()}),
-        backend.enqueue("ivr_session_event", {"call_log_id": call}),
+        pi.backend.enqueue("ivr_session_event", {"callLogId": call.upper()}),
+        pi.backend.enqueue("ivr_session_event", {"call_log_id": call}),
     ]
     payloads = [{"callLogId": None, "other": call}, {"callLogId": [call]}, {"callLogId": "x"},
                 [call], call, 1]  # fmt: skip
-    free = [backend.enqueue("ivr_session_event", payload) for payload in payloads]
-    frontend.poison[call] = BOOM
-    agent.once()
-    assert frontend.seqs() == free
-    assert db.pending() == [poisonous, *behind]
+    free = [pi.backend.enqueue("ivr_session_event", payload) for payload in payloads]
+    pi.frontend.poison[call] = BOOM
+    pi.agent.once()
+    assert pi.frontend.seqs() == free
+    assert pi.db.pending() == [poisonous, *behind]
 
 
 def test_an_entry_of_the_call_whose_file_travels_waits_for_the_answer_and_undoes_nothing(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
+    pi: Pi,
 ) -> None:
-    call = backend.end_call()
+    call = pi.backend.end_call()
     late: list[int] = []
 
     def slow_answer(request: Request) -> Reply:
         transcript = {"callLogId": call.call_log_id, "uploadStatus": "local_only", "text": "hello"}
-        late.append(backend.enqueue("recording", transcript, entity_id=call.recording_id))
-        late.append(backend.enqueue())
+        late.append(pi.backend.enqueue("recording", transcript, entity_id=call.recording_id))
+        late.append(pi.backend.enqueue())
         assert request.file
         # The frontend has the file by now, and is only slow to say so.
-        return Reply(200, body={"fileUrl": frontend.file_url(request.file)}, store=True, delay=4)
+        return Reply(200, body={"fileUrl": pi.frontend.file_url(request.file)}, store=True, delay=4)
 
-    frontend.on_file = slow_answer
-    assert agent.once().returncode == 0
-    assert frontend.store[call.recording_id]["payload"]["text"] == "hello"
-    assert frontend.playable(call.recording_id), "the transcript undid the upload"
-    arrived = [item[2] for item in frontend.log]
+    pi.frontend.on_file = slow_answer
+    pi.once()
+    assert pi.frontend.store[call.recording_id]["payload"]["text"] == "hello"
+    assert pi.frontend.playable(call.recording_id), "the transcript undid the upload"
+    arrived = [item[2] for item in pi.frontend.log]
     assert arrived.index(call.recording_id) < arrived.index(late[0])
-    finished = frontend.of_kind("file")[0].finished
-    overtaking = next(r for r in frontend.of_kind("entries") if late[1] in seqs(r))
+    finished = pi.frontend.of_kind("file")[0].finished
+    overtaking = next(r for r in pi.frontend.of_kind("entries") if late[1] in seqs(r))
     assert finished and overtaking.started < finished, "another call's entry waited for the file"
 
 
 @pytest.mark.parametrize("row", ["there", "gone"])
 @pytest.mark.parametrize("payload_of", [dict, lambda p: {**p, "uploadStatus": "upload_failed"}])
 def test_a_recording_sent_again_after_its_upload_still_carries_the_url(
-    row: str,
-    payload_of: Callable[[dict[str, Any]], dict[str, Any]],
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, row: str, payload_of: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    call = backend.end_call(seconds=0.01)
-    agent.once()
-    status, url = backend.upload_status(call)
+    call = pi.backend.end_call(seconds=0.01)
+    pi.agent.once()
+    status, url = pi.backend.upload_status(call)
     assert status == "uploaded"
-    snapshot = frontend.received(call.recording_id)[0]["payload"]
+    snapshot = pi.frontend.received(call.recording_id)[0]["payload"]
     assert snapshot["uploadStatus"] == "local_only"
     if row == "gone":  # then our receipt knows
-        db.execute("DELETE FROM recordings")
+        pi.db.execute("DELETE FROM recordings")
     late = payload_of({**snapshot, "transcript": "moshi moshi"})
-    seq = backend.enqueue("recording", late, call.recording_id)
-    agent.once()
-    again = frontend.received(call.recording_id)[1]
+    seq = pi.backend.enqueue("recording", late, call.recording_id)
+    pi.agent.once()
+    again = pi.frontend.received(call.recording_id)[1]
     assert again["seq"] == seq
     assert again["payload"] == {**late, "uploadStatus": "uploaded", "s3Url": url}
-    assert frontend.playable(call.recording_id)
+    assert pi.frontend.playable(call.recording_id)
     # The outbox itself keeps what the backend wrote.
-    assert db.value("SELECT payload FROM sync_outbox WHERE id = %s", (seq,)) == late
+    assert pi.db.value("SELECT payload FROM sync_outbox WHERE id = %s", (seq,)) == late
 
 
-def test_a_recording_that_is_no_object_is_sent_as_it_is_after_its_upload(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    call = backend.end_call(seconds=0.01)
-    agent.once()
-    backend.enqueue("recording", ["strange"], call.recording_id)
-    assert agent.once().returncode == 0
-    assert frontend.received(call.recording_id)[-1]["payload"] == ["strange"]
+def test_a_recording_that_is_no_object_is_sent_as_it_is_after_its_upload(pi: Pi) -> None:
+    call = pi.backend.end_call(seconds=0.01)
+    pi.agent.once()
+    pi.backend.enqueue("recording", ["strange"], call.recording_id)
+    pi.once()
+    assert pi.frontend.received(call.recording_id)[-1]["payload"] == ["strange"]
 
 
-def test_an_id_that_becomes_visible_late_is_delivered(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    agent.once()  # makes the NOTIFY trigger: a transaction that is open would be in its way
-    agent()
-    with db.connect(autocommit=False) as connection:
-        late = backend.enqueue(connection=connection)
-        early = [backend.enqueue() for _ in range(3)]
-        frontend.wait(lambda: frontend.seqs() == early)
-    frontend.wait(lambda: frontend.seqs() == [*early, late])
-    wait_until(lambda: not db.pending())
+def test_an_id_that_becomes_visible_late_is_delivered(pi: Pi) -> None:
+    pi.agent.once()  # makes the NOTIFY trigger: a transaction that is open would be in its way
+    pi.agent()
+    with pi.db.connect(autocommit=False) as connection:
+        late = pi.backend.enqueue(connection=connection)
+        early = [pi.backend.enqueue() for _ in range(3)]
+        pi.frontend.wait(lambda: pi.frontend.seqs() == early)
+    pi.frontend.wait(lambda: pi.frontend.seqs() == [*early, late])
+    pi.wait_delivered()
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_later_one(
-    failing: bool, agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+    pi: Pi, failing: bool
 ) -> None:
     """Also where another entry waits: then the pass writes down what it passed over."""
-    assert agent.once().returncode == 0
+    pi.once()
     recording = str(uuid.uuid4())
     if failing:
         bad = str(uuid.uuid4())
-        backend.enqueue(entity_id=bad)
-        frontend.poison[bad] = BOOM
-    late = db.connect(autocommit=False)
-    first = backend.enqueue("recording", {"text": "old"}, recording, connection=late)
+        pi.backend.enqueue(entity_id=bad)
+        pi.frontend.poison[bad] = BOOM
+    late = pi.db.connect(autocommit=False)
+    first = pi.backend.enqueue("recording", {"text": "old"}, recording, connection=late)
     for _ in range(3):
-        backend.enqueue()
+        pi.backend.enqueue()
     last: list[int] = []
 
     def commit_behind_the_pass(request: Request) -> None:
         if not last and max(seqs(request), default=0) > first:
             late.commit()
-            last.append(backend.enqueue("recording", {"text": "new"}, recording))
+            last.append(pi.backend.enqueue("recording", {"text": "new"}, recording))
 
-    frontend.on_entries = commit_behind_the_pass
+    pi.frontend.on_entries = commit_behind_the_pass
     with late:
-        assert agent.once(SYNC_BATCH_SIZE=1).returncode == (75 if failing else 0)
-    order = frontend.seqs()
+        pi.once(code=75 if failing else 0, SYNC_BATCH_SIZE=1)
+    order = pi.frontend.seqs()
     assert order.index(first) < order.index(last[0])
-    assert frontend.store[recording]["payload"]["text"] == "new"
+    assert pi.frontend.store[recording]["payload"]["text"] == "new"
 
 
-def test_order_is_kept_in_many_batches_while_every_third_request_fails(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_order_is_kept_in_many_batches_while_every_third_request_fails(pi: Pi) -> None:
     """Whatever it holds, the empty ones among them."""
     entity = str(uuid.uuid4())
-    calls: list[Call] = [backend.end_call(seconds=0.01, events=5) for _ in range(4)]
-    own = [backend.enqueue("ivr_flow", {"version": n}, entity) for n in range(40)]
+    calls: list[Call] = [pi.backend.end_call(seconds=0.01, events=5) for _ in range(4)]
+    own = [pi.backend.enqueue("ivr_flow", {"version": n}, entity) for n in range(40)]
 
     def every_third(request: Request) -> Reply | None:
-        return BOOM if len(frontend.requests) % 3 == 0 else None
+        return BOOM if len(pi.frontend.requests) % 3 == 0 else None
 
-    frontend.on_entries = every_third
+    pi.frontend.on_entries = every_third
 
     def moved_on(count: int) -> bool:
-        return len(frontend.requests) > count or not db.pending()
+        return len(pi.frontend.requests) > count or not pi.db.pending()
 
-    running = agent(SYNC_BATCH_SIZE=10)
-    frontend.wait(lambda: frontend.requests)
-    while db.pending():
-        count = len(frontend.requests)
-        let_hours_pass(db)
+    running = pi.agent(SYNC_BATCH_SIZE=10)
+    pi.frontend.wait(lambda: pi.frontend.requests)
+    while pi.db.pending():
+        count = len(pi.frontend.requests)
+        let_hours_pass(pi.db)
         running.hup()  # an outage, too, is asked again at once
-        frontend.wait(partial(moved_on, count))
-    assert [seq for seq in frontend.seqs() if seq in own] == own
+        pi.frontend.wait(partial(moved_on, count))
+    assert [seq for seq in pi.frontend.seqs() if seq in own] == own
     for call in calls:
-        arrived = [seq for seq in frontend.seqs() if seq in call.seqs]
+        arrived = [seq for seq in pi.frontend.seqs() if seq in call.seqs]
         assert sorted(arrived) == call.seqs[:-1] and arrived[0] == call.seqs[0]
-        assert frontend.playable(call.recording_id)
-    assert max(len(request.entries) for request in frontend.requests) <= 10
+        assert pi.frontend.playable(call.recording_id)
+    assert max(len(request.entries) for request in pi.frontend.requests) <= 10

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from agent import Agent, AgentFactory, run_once
+from agent import Agent, run_once
 from backend import Backend, Call
 from frontend import Frontend
 from ledger import dead, failures, let_hours_pass, uploads
 from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 MARKER = ".serversync-root"
@@ -35,20 +36,18 @@ def outside(tmp_path: Path) -> Path:
     return directory
 
 
-def assert_dead_and_kept(db: Database, backend: Backend, call: Call, code: str) -> None:
+def assert_dead_and_kept(pi: Pi, call: Call, code: str) -> None:
     """Its entry is a dead letter, the backend sees a failed upload, its directory is untouched."""
-    assert dead(db).get(call.seq("recording_file")) == code, call
-    assert backend.upload_status(call) == ("upload_failed", None)
+    assert dead(pi.db).get(call.seq("recording_file")) == code, call
+    assert pi.backend.upload_status(call) == ("upload_failed", None)
     assert call.directory.is_dir()
 
 
 # -- paths ----------------------------------------------------------------------------------------
 
 
-def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, outside: Path
-) -> None:
-    up = os.path.relpath(outside, backend.recordings_dir)
+def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(pi: Pi, outside: Path) -> None:
+    up = os.path.relpath(outside, pi.backend.recordings_dir)
     paths = [
         f"storage/recordings/{up}/mixed.wav",
         f"storage/recordings/call/../{up}/mixed.wav",
@@ -68,7 +67,7 @@ def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(
         "..",
         "",
     ]
-    calls = [backend.end_call(events=0, seconds=0.1, file_path=path) for path in paths if path]
+    calls = [pi.backend.end_call(events=0, seconds=0.1, file_path=path) for path in paths if path]
     for payload in (
         {"callId": ".."},
         {"call_id": "../../outside"},
@@ -76,24 +75,22 @@ def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(
         {"filePath": "", "callId": "call"},
     ):
         known = {"callLogId": str(uuid.uuid4()), **payload}
-        calls.append(backend.end_call(events=0, seconds=0.1, file_payload=known))
+        calls.append(pi.backend.end_call(events=0, seconds=0.1, file_payload=known))
 
-    result = agent.once()
+    pi.once(code=1)
 
-    assert result.returncode == 1, result.stderr
-    assert not frontend.of_kind("file")
-    assert {call.seq("recording_file") for call in calls} == set(dead(db))
+    assert not pi.frontend.of_kind("file")
+    assert {call.seq("recording_file") for call in calls} == set(dead(pi.db))
     for call in calls:
-        assert_dead_and_kept(db, backend, call, "FILE_UNSAFE")
+        assert_dead_and_kept(pi, call, "FILE_UNSAFE")
         assert call.wav.is_file() and call.meta.is_file()
-    assert len(frontend.seqs()) == 2 * len(calls)
+    assert len(pi.frontend.seqs()) == 2 * len(calls)
     assert (outside / "mixed.wav").read_bytes() == b"RIFF: a secret"
 
 
 def test_links_hard_links_and_other_kinds_of_files_are_dead_and_nothing_outside_is_opened(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, outside: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    pi: Pi, outside: Path, tmp_path: Path
+) -> None:
     def linked_directory(call: Call) -> None:
         call.directory.symlink_to(outside)
 
@@ -115,48 +112,46 @@ def test_links_hard_links_and_other_kinds_of_files_are_dead_and_nothing_outside_
     def file_as_directory(call: Call) -> None:
         call.directory.write_text("no directory")
 
-    neighbour = backend.end_call(call_id="neighbour..")
+    neighbour = pi.backend.end_call(call_id="neighbour..")
     calls = []
     for make in (
         linked_directory, linked_file, linked_to_a_neighbour, hard_link, pipe, directory,
         file_as_directory,
     ):  # fmt: skip
-        call = backend.end_call(events=0, audio=False, call_id=make.__name__)
+        call = pi.backend.end_call(events=0, audio=False, call_id=make.__name__)
         if make in (linked_directory, file_as_directory):
             shutil.rmtree(call.directory)
         make(call)
         calls.append(call)
     # A linked meta.json never makes its recording ready, nor is it read.
-    waiting = backend.end_call(events=0, meta=False)
+    waiting = pi.backend.end_call(events=0, meta=False)
     waiting.meta.symlink_to(outside / "meta.json")
 
     trace = tmp_path / "trace"
     prefix = ("strace", "-f", "-y", "-e", "trace=%file,%desc", "-o", str(trace))
-    result = run_once(agent.env(), prefix=prefix)
+    result = run_once(pi.agent.env(), prefix=prefix)
 
     assert result.returncode == 1, result.stderr
     for call in calls:
-        code = dead(db).get(call.seq("recording_file"))
+        code = dead(pi.db).get(call.seq("recording_file"))
         assert code == "FILE_UNSAFE", call
-        assert backend.upload_status(call) == ("upload_failed", None)
-    assert [file.recording_id for file in frontend.uploads] == [neighbour.recording_id]
-    assert failures(db)[waiting.seq("recording_file")][0] == "NOT_READY"
+        assert pi.backend.upload_status(call) == ("upload_failed", None)
+    assert [file.recording_id for file in pi.frontend.uploads] == [neighbour.recording_id]
+    assert failures(pi.db)[waiting.seq("recording_file")][0] == "NOT_READY"
     # strace names the file behind each descriptor: no name leads there, by whatever way.
     assert str(neighbour.directory) in trace.read_text()
     assert str(outside) not in trace.read_text()
-    assert stat.S_ISFIFO((backend.recordings_dir / "pipe" / "mixed.wav").stat().st_mode)
+    assert stat.S_ISFIFO((pi.backend.recordings_dir / "pipe" / "mixed.wav").stat().st_mode)
 
 
 @needs_root
-def test_a_recording_on_another_file_system_is_dead(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    mounted = backend.end_call(events=0, call_id="a directory")
-    bound = backend.end_call(events=0, call_id="a file")
-    good = backend.end_call(events=0)
+def test_a_recording_on_another_file_system_is_dead(pi: Pi) -> None:
+    mounted = pi.backend.end_call(events=0, call_id="a directory")
+    bound = pi.backend.end_call(events=0, call_id="a file")
+    good = pi.backend.end_call(events=0)
     script = f"""
         set -e
-        cd '{backend.recordings_dir}'
+        cd '{pi.backend.recordings_dir}'
         mount -t tmpfs none /mnt
         cp -a 'a directory/.' 'a file/mixed.wav' /mnt
         mount --bind '/mnt/mixed.wav' 'a file/mixed.wav'
@@ -164,18 +159,16 @@ def test_a_recording_on_another_file_system_is_dead(
         exec "$@"
     """
 
-    result = run_once(agent.env(), prefix=(*MOUNTING, script, "sh"))
+    result = run_once(pi.agent.env(), prefix=(*MOUNTING, script, "sh"))
 
     assert result.returncode == 1, result.stderr
-    assert [file.recording_id for file in frontend.uploads] == [good.recording_id]
+    assert [file.recording_id for file in pi.frontend.uploads] == [good.recording_id]
     for call in (mounted, bound):
-        assert_dead_and_kept(db, backend, call, "FILE_UNSAFE")
+        assert_dead_and_kept(pi, call, "FILE_UNSAFE")
         assert call.wav.is_file() and call.meta.is_file()
 
 
-def test_names_as_sip_makes_them_are_delivered_and_deleted(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_names_as_sip_makes_them_are_delivered_and_deleted(pi: Pi) -> None:
     names = [
         "8HnT2kQ-a3x9..",
         "..8HnT2kQ",
@@ -192,47 +185,44 @@ def test_names_as_sip_makes_them_are_delivered_and_deleted(
         "通話-é",
         "y" * 255,
     ]
-    calls = [backend.end_call(events=0, seconds=0.1, call_id=name) for name in names]
+    calls = [pi.backend.end_call(events=0, seconds=0.1, call_id=name) for name in names]
 
-    result = agent.once()
+    pi.once()
 
-    assert result.returncode == 0, result.stderr
     for call in calls:
-        stored = frontend.files[call.call_log_id]
+        stored = pi.frontend.files[call.call_log_id]
         assert (stored.sha256, stored.recording_id) == (call.sha256, call.recording_id)
         assert json.loads(stored.meta)["callId"] == call.call_id
         assert not call.directory.exists()
-    assert not dead(db) and not db.pending() and not uploads(db)
+    assert not dead(pi.db) and not pi.db.pending() and not uploads(pi.db)
 
 
-def test_rows_written_by_hand_are_found_and_meta_path_is_ignored(
-    frontend: Frontend, backend: Backend, agent: AgentFactory, outside: Path
-) -> None:
+def test_rows_written_by_hand_are_found_and_meta_path_is_ignored(pi: Pi, outside: Path) -> None:
     secret = str(outside / "meta.json")
     places: list[dict[str, str]] = [
         {"call_log_id": "", "recording_id": "", "file_path": "storage/recordings/0/mixed.wav"},
         {"call_log_id": "", "call_id": "1"},
         {"callLogId": "", "recordingId": "", "callId": "2", "metaPath": secret},
         {"callLogId": "", "filePath": "3/mixed.wav", "meta_path": secret},
-        {"callLogId": "", "filePath": str(backend.recordings_dir / "4" / "mixed.wav")},
+        {"callLogId": "", "filePath": str(pi.backend.recordings_dir / "4" / "mixed.wav")},
         {"callLogId": "", "filePath": "recordings/5/mixed.wav", "callId": "elsewhere"},
     ]
     calls = []
     for number, place in enumerate(places):
         payload = {name: value or str(uuid.uuid4()) for name, value in place.items()}
-        call = backend.end_call(events=0, call_id=str(number), file_payload=payload)
+        call = pi.backend.end_call(events=0, call_id=str(number), file_payload=payload)
         call.call_log_id = payload.get("callLogId") or payload["call_log_id"]
         calls.append(call)
 
-    result = agent.once()
+    result = pi.agent.once()
 
     for call in calls:
-        assert frontend.files[call.call_log_id].sha256 == call.sha256, result.stderr
-        assert json.loads(frontend.files[call.call_log_id].meta)["callId"] == call.call_id
+        assert pi.frontend.files[call.call_log_id].sha256 == call.sha256, result.stderr
+        assert json.loads(pi.frontend.files[call.call_log_id].meta)["callId"] == call.call_id
 
 
 def test_payloads_without_ids_or_a_place_are_dead_and_the_recording_is_shown_as_failed(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
     path = "storage/recordings/x/mixed.wav"
     payloads: list[dict[str, object]] = [
@@ -244,34 +234,30 @@ def test_payloads_without_ids_or_a_place_are_dead_and_the_recording_is_shown_as_
         {"callLogId": str(uuid.uuid4()), "filePath": None, "callId": None},
         {"callLogId": str(uuid.uuid4()), "filePath": "storage/recordings/x/passwd"},
     ]
-    calls = [backend.end_call(events=0, file_payload=payload) for payload in payloads]
-    alien = backend.end_call(
+    calls = [pi.backend.end_call(events=0, file_payload=payload) for payload in payloads]
+    alien = pi.backend.end_call(
         events=0,
         file_payload={"callLogId": str(uuid.uuid4()), "recordingId": "1 or 1=1", "filePath": path},
     )
 
-    result = agent.once()
+    pi.once(code=1)
 
-    assert result.returncode == 1, result.stderr
     for call in calls:
-        assert_dead_and_kept(db, backend, call, "BAD_PAYLOAD")
-    assert dead(db)[alien.seq("recording_file")] == "BAD_PAYLOAD"
-    assert not frontend.of_kind("file")
+        assert_dead_and_kept(pi, call, "BAD_PAYLOAD")
+    assert dead(pi.db)[alien.seq("recording_file")] == "BAD_PAYLOAD"
+    assert not pi.frontend.of_kind("file")
 
 
-def test_behind_a_dead_recording_the_next_one_of_its_call_goes_at_once(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_behind_a_dead_recording_the_next_one_of_its_call_goes_at_once(pi: Pi) -> None:
     call_log_id = str(uuid.uuid4())
-    bad = [backend.end_call(call_log_id=call_log_id, file_path="../mixed.wav") for _ in range(3)]
-    good = backend.end_call(call_log_id=call_log_id)
+    bad = [pi.backend.end_call(call_log_id=call_log_id, file_path="../mixed.wav") for _ in range(3)]
+    good = pi.backend.end_call(call_log_id=call_log_id)
 
-    result = agent.once()
+    pi.once(code=1)
 
-    assert result.returncode == 1, result.stderr
-    assert dead(db) == {call.seq("recording_file"): "FILE_UNSAFE" for call in bad}
-    assert frontend.files[call_log_id].recording_id == good.recording_id
-    assert not db.pending()
+    assert dead(pi.db) == {call.seq("recording_file"): "FILE_UNSAFE" for call in bad}
+    assert pi.frontend.files[call_log_id].recording_id == good.recording_id
+    assert not pi.db.pending()
 
 
 # -- readiness ------------------------------------------------------------------------------------
@@ -360,91 +346,86 @@ def wait_for_looks(db: Database, running: Agent, calls: list[Call], number: int)
 
 
 def test_incomplete_recordings_wait_for_the_grace_time_however_often_they_are_looked_at(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
-    lame, lost = broken_calls(backend, WITHOUT_META), broken_calls(backend, WITHOUT_AUDIO)
-    running = agent(SYNC_FILE_GRACE_SEC=7200, SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=0)
+    lame, lost = broken_calls(pi.backend, WITHOUT_META), broken_calls(pi.backend, WITHOUT_AUDIO)
+    running = pi.agent(SYNC_FILE_GRACE_SEC=7200, SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=0)
     # A clock that jumped counts as ten minutes.
     for number in range(1, 7):
-        wait_for_looks(db, running, lame + lost, number)
-        db.execute("update serversync.waiting set updated_at = updated_at - interval '3 days'")
-        let_hours_pass(db)
-    wait_for_looks(db, running, lame + lost, 7)
-    assert {state[0] for state in failures(db).values()} == {"NOT_READY"}
-    assert {state[2] for state in failures(db).values()} == {0}
-    assert not dead(db) and not frontend.of_kind("file")
+        wait_for_looks(pi.db, running, lame + lost, number)
+        pi.db.execute("update serversync.waiting set updated_at = updated_at - interval '3 days'")
+        let_hours_pass(pi.db)
+    wait_for_looks(pi.db, running, lame + lost, 7)
+    assert {state[0] for state in failures(pi.db).values()} == {"NOT_READY"}
+    assert {state[2] for state in failures(pi.db).values()} == {0}
+    assert not dead(pi.db) and not pi.frontend.of_kind("file")
 
     # What comes in time is sent as it is.
     late = lame.pop(0)
-    backend.write_meta(late)
-    let_hours_pass(db)
-    frontend.wait(lambda: frontend.files[late.call_log_id])
-    assert json.loads(frontend.files[late.call_log_id].meta)["recordingId"] == late.recording_id
+    pi.backend.write_meta(late)
+    let_hours_pass(pi.db)
+    pi.frontend.wait(lambda: pi.frontend.files[late.call_log_id])
+    assert json.loads(pi.frontend.files[late.call_log_id].meta)["recordingId"] == late.recording_id
 
-    wait_for_looks(db, running, lame + lost, 8)
-    let_hours_pass(db, 2)
-    wait_until(lambda: not db.pending(), what="the end of the grace", state=running.log)
+    wait_for_looks(pi.db, running, lame + lost, 8)
+    let_hours_pass(pi.db, 2)
+    pi.wait_delivered()
     for call in lame:
-        stored = frontend.files[call.call_log_id]
+        stored = pi.frontend.files[call.call_log_id]
         assert stored.sha256 == call.sha256
         assert json.loads(stored.meta)["callId"] == call.call_id
         assert json.loads(stored.meta)["recordingId"] == call.recording_id
-        assert backend.upload_status(call)[0] == "uploaded"
+        assert pi.backend.upload_status(call)[0] == "uploaded"
         wait_until(partial(lambda wav: not wav.exists(), call.wav), what="the deletion")
         assert running.lines(f"recording {call.seq('recording_file')} has no usable meta.json")
     for call in lost:
-        assert dead(db)[call.seq("recording_file")] == "FILE_MISSING"
-        assert backend.upload_status(call) == ("upload_failed", None)
+        assert dead(pi.db)[call.seq("recording_file")] == "FILE_MISSING"
+        assert pi.backend.upload_status(call) == ("upload_failed", None)
     # An empty meta.json holds nothing to lose; what is merely not understood stays.
     kept = {call.call_id for call in lame if call.meta.exists()}
     assert kept == {call.call_id for call in lame} - {"empty_meta"}
-    assert (backend.recordings_dir / "no_audio" / "meta.json").is_file()
+    assert (pi.backend.recordings_dir / "no_audio" / "meta.json").is_file()
 
 
-def test_incomplete_recordings_are_looked_at_five_times_however_short_the_grace_is(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    lame, lost = broken_calls(backend, (no_meta,)), broken_calls(backend, (no_audio,))
-    running = agent(SYNC_FILE_GRACE_SEC=0)
+def test_incomplete_recordings_are_looked_at_five_times_however_short_the_grace_is(pi: Pi) -> None:
+    lame, lost = broken_calls(pi.backend, (no_meta,)), broken_calls(pi.backend, (no_audio,))
+    running = pi.agent(SYNC_FILE_GRACE_SEC=0)
     for number in range(1, 5):
-        wait_for_looks(db, running, lame + lost, number)
-        assert not dead(db) and not frontend.of_kind("file")
-        let_hours_pass(db, 72)
-    wait_until(lambda: not db.pending(), what="the fifth look", state=running.log)
-    assert dead(db) == {lost[0].seq("recording_file"): "FILE_MISSING"}
-    assert list(frontend.files) == [lame[0].call_log_id]
+        wait_for_looks(pi.db, running, lame + lost, number)
+        assert not dead(pi.db) and not pi.frontend.of_kind("file")
+        let_hours_pass(pi.db, 72)
+    pi.wait_delivered()
+    assert dead(pi.db) == {lost[0].seq("recording_file"): "FILE_MISSING"}
+    assert list(pi.frontend.files) == [lame[0].call_log_id]
 
 
-def test_a_file_that_is_gone_from_an_uploaded_recording_counts_as_sent(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_a_file_that_is_gone_from_an_uploaded_recording_counts_as_sent(pi: Pi) -> None:
     url = "https://frontend.example/kept.wav"
-    gone = [backend.end_call(events=0) for _ in range(2)]
+    gone = [pi.backend.end_call(events=0) for _ in range(2)]
     shutil.rmtree(gone[0].directory)
     gone[1].wav.unlink()
     # But a pending recording_file always means upload, when there is something to upload.
-    there = backend.end_call(events=0)
-    unready = backend.end_call(events=0, meta=False)
+    there = pi.backend.end_call(events=0)
+    unready = pi.backend.end_call(events=0, meta=False)
     for call in (*gone, there, unready):
-        db.execute(
+        pi.db.execute(
             "update recordings set upload_status = 'uploaded', s3_url = %s where id = %s",
             (url, call.recording_id),
         )
 
-    result = agent.once()
+    pi.once(code=75)
 
-    assert result.returncode == 75, result.stderr
-    assert db.pending() == [unready.seq("recording_file")]
-    assert [file.recording_id for file in frontend.uploads] == [there.recording_id]
-    assert not dead(db)
+    assert pi.db.pending() == [unready.seq("recording_file")]
+    assert [file.recording_id for file in pi.frontend.uploads] == [there.recording_id]
+    assert not dead(pi.db)
     for call in gone:
-        assert backend.upload_status(call) == ("uploaded", url)
+        assert pi.backend.upload_status(call) == ("uploaded", url)
     assert gone[1].meta.is_file()
 
-    backend.write_meta(unready)
-    let_hours_pass(db, 72)
-    assert agent.once().returncode == 0
-    assert frontend.files[unready.call_log_id].sha256 == unready.sha256
+    pi.backend.write_meta(unready)
+    let_hours_pass(pi.db, 72)
+    pi.once()
+    assert pi.frontend.files[unready.call_log_id].sha256 == unready.sha256
 
 
 @pytest.mark.parametrize(
@@ -455,11 +436,10 @@ def test_a_file_that_is_gone_from_an_uploaded_recording_counts_as_sent(
     ],
 )
 def test_a_file_that_cannot_be_read_is_set_aside_and_never_dead(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
-    call: str, error: str, fault: str, tmp_path: Path,
-) -> None:  # fmt: skip
-    bad = backend.end_call(events=0, name="unreadable.wav")
-    others = [backend.end_call(events=0) for _ in range(2)]
+    pi: Pi, call: str, error: str, fault: str, tmp_path: Path
+) -> None:
+    bad = pi.backend.end_call(events=0, name="unreadable.wav")
+    others = [pi.backend.end_call(events=0) for _ in range(2)]
     # By its name alone, as it is opened below a directory; else by the path of its descriptor.
     where = str(bad.wav) if error == "EIO" else "unreadable.wav"
     trace = ("-o", str(tmp_path / "trace"), "-e", f"trace={call}")
@@ -467,40 +447,37 @@ def test_a_file_that_cannot_be_read_is_set_aside_and_never_dead(
     settings = {"SYNC_RETRY_MAX": 1, "SYNC_RETRY_HOURS": 0}
 
     for _ in range(3):
-        result = run_once(agent.env(**settings), prefix=prefix)
+        result = run_once(pi.agent.env(**settings), prefix=prefix)
         assert result.returncode == 75, result.stderr
-        [(code, _, attempts)] = failures(db).values()
+        [(code, _, attempts)] = failures(pi.db).values()
         assert (code, attempts) == ("FILE_UNREADABLE", 0)
-        assert db.value("select reason from serversync.waiting").endswith(fault)
-        assert len(frontend.uploads) == len(others)  # others are not held up
-        assert not dead(db)
-        others.append(backend.end_call(events=0))
-        let_hours_pass(db, 72)
+        assert pi.db.value("select reason from serversync.waiting").endswith(fault)
+        assert len(pi.frontend.uploads) == len(others)  # others are not held up
+        assert not dead(pi.db)
+        others.append(pi.backend.end_call(events=0))
+        let_hours_pass(pi.db, 72)
     assert bad.wav.is_file()
 
-    assert agent.once().returncode == 0
-    assert frontend.files[bad.call_log_id].sha256 == bad.sha256
+    pi.once()
+    assert pi.frontend.files[bad.call_log_id].sha256 == bad.sha256
 
 
-def test_a_second_recording_of_a_call_is_not_sent_and_keeps_its_files(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    first = backend.end_call(events=0)
-    second = backend.end_call(events=0, call_log_id=first.call_log_id)
+def test_a_second_recording_of_a_call_is_not_sent_and_keeps_its_files(pi: Pi) -> None:
+    first = pi.backend.end_call(events=0)
+    second = pi.backend.end_call(events=0, call_log_id=first.call_log_id)
 
-    result = agent.once()
+    pi.once(code=1)
 
-    assert result.returncode == 1, result.stderr
-    assert [file.recording_id for file in frontend.uploads] == [first.recording_id]
-    assert backend.upload_status(first)[0] == "uploaded"
-    assert_dead_and_kept(db, backend, second, "SECOND_RECORDING")
+    assert [file.recording_id for file in pi.frontend.uploads] == [first.recording_id]
+    assert pi.backend.upload_status(first)[0] == "uploaded"
+    assert_dead_and_kept(pi, second, "SECOND_RECORDING")
     assert second.wav.is_file() and second.meta.is_file()
     # Also long after the first, whose receipt may have been pruned.
-    db.execute("delete from serversync.deliveries")
-    third = backend.end_call(events=0, call_log_id=first.call_log_id.upper())
-    assert agent.once().returncode == 1
-    assert_dead_and_kept(db, backend, third, "SECOND_RECORDING")
-    assert frontend.files[first.call_log_id].count == 1
+    pi.db.execute("delete from serversync.deliveries")
+    third = pi.backend.end_call(events=0, call_log_id=first.call_log_id.upper())
+    pi.once(code=1)
+    assert_dead_and_kept(pi, third, "SECOND_RECORDING")
+    assert pi.frontend.files[first.call_log_id].count == 1
 
 
 # -- the root -------------------------------------------------------------------------------------
@@ -511,21 +488,19 @@ def root_id(db: Database) -> str | None:
     return found
 
 
-def test_the_root_is_marked_once_and_a_new_database_adopts_the_mark(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.end_call(events=0)
-    assert agent.once().returncode == 0
-    marker = backend.recordings_dir / MARKER
+def test_the_root_is_marked_once_and_a_new_database_adopts_the_mark(pi: Pi) -> None:
+    pi.backend.end_call(events=0)
+    pi.once()
+    marker = pi.backend.recordings_dir / MARKER
     mark = marker.read_text().strip()
-    assert mark and root_id(db) == mark
+    assert mark and root_id(pi.db) == mark
 
     # A database that was restored or made anew knows no root, but the recordings are the same.
-    db.execute("drop schema serversync cascade")
-    backend.end_call(events=0)
-    assert agent.once().returncode == 0
-    assert marker.read_text().strip() == mark == root_id(db)
-    assert len(frontend.uploads) == 2
+    pi.db.execute("drop schema serversync cascade")
+    pi.backend.end_call(events=0)
+    pi.once()
+    assert marker.read_text().strip() == mark == root_id(pi.db)
+    assert len(pi.frontend.uploads) == 2
 
 
 def has_entry(frontend: Frontend, seq: int) -> bool:
@@ -551,56 +526,53 @@ def nothing(root: Path) -> None:
 
 @pytest.mark.parametrize("vanish", [unmounted, another, nothing])
 def test_a_root_that_is_not_ours_is_an_outage_for_files_only(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory,
-    vanish: Callable[[Path], None],
-) -> None:  # fmt: skip
-    root = backend.recordings_dir
-    first = backend.end_call(events=0)
-    running = agent(SYNC_FILE_GRACE_SEC=0, SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=0)
+    pi: Pi, vanish: Callable[[Path], None]
+) -> None:
+    root = pi.backend.recordings_dir
+    first = pi.backend.end_call(events=0)
+    running = pi.agent(SYNC_FILE_GRACE_SEC=0, SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=0)
     wait_until(
-        lambda: not first.directory.exists() and not uploads(db), what="the first recording's end"
+        lambda: not first.directory.exists() and not uploads(pi.db),
+        what="the first recording's end",
     )
     # In one transaction with the rename before: it is never seen in the right root.
-    with db.connect(autocommit=False) as connection:
-        calls = [backend.end_call(events=0, connection=connection) for _ in range(6)]
+    with pi.db.connect(autocommit=False) as connection:
+        calls = [pi.backend.end_call(events=0, connection=connection) for _ in range(6)]
         vanish(root)
 
     running.wait_log("files: outage")
     waiting = [call.seq("recording_file") for call in calls]
-    wait_until(lambda: db.pending() == waiting, what="the entries", state=running.log)
+    wait_until(lambda: pi.db.pending() == waiting, what="the entries", state=running.log)
     for _ in range(5):
-        seq = backend.enqueue()
-        frontend.wait(partial(has_entry, frontend, seq), what="an entry")
+        seq = pi.backend.enqueue()
+        pi.frontend.wait(partial(has_entry, pi.frontend, seq), what="an entry")
     assert len(running.lines("not the one we know")) == 1
     assert running.lines("recordings directory")
-    assert not dead(db) and not failures(db) and len(frontend.uploads) == 1
-    assert {backend.upload_status(call)[0] for call in calls} == {"local_only"}
+    assert not dead(pi.db) and not failures(pi.db) and len(pi.frontend.uploads) == 1
+    assert {pi.backend.upload_status(call)[0] for call in calls} == {"local_only"}
 
     if root.exists():
         shutil.rmtree(root)
     root.with_name("elsewhere").rename(root)
     # What waits is the longest once; SIGHUP says that somebody did something about it.
     running.hup()
-    wait_until(lambda: not db.pending(), what="the recordings", state=running.log)
+    pi.wait_delivered()
     assert running.wait_log("files: recovered after")
     for call in calls:
-        assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert not dead(db)
+        assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not dead(pi.db)
 
 
-def test_once_says_that_the_root_is_not_there_and_leaves_it_alone(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.end_call(events=0)
-    assert agent.once().returncode == 0
-    (backend.recordings_dir / MARKER).unlink()
-    call = backend.end_call(events=0)
-    before = sorted(os.listdir(backend.recordings_dir))
+def test_once_says_that_the_root_is_not_there_and_leaves_it_alone(pi: Pi) -> None:
+    pi.backend.end_call(events=0)
+    pi.once()
+    (pi.backend.recordings_dir / MARKER).unlink()
+    call = pi.backend.end_call(events=0)
+    before = sorted(os.listdir(pi.backend.recordings_dir))
 
-    result = agent.once()
+    result = pi.once(code=75)
 
-    assert result.returncode == 75
     assert "not the one we know" in result.stderr
-    assert db.pending() == [call.seq("recording_file")]
-    assert sorted(os.listdir(backend.recordings_dir)) == before
-    assert len(frontend.uploads) == 1
+    assert pi.db.pending() == [call.seq("recording_file")]
+    assert sorted(os.listdir(pi.backend.recordings_dir)) == before
+    assert len(pi.frontend.uploads) == 1

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from agent import Agent, AgentFactory, NotifySocket
-from backend import Backend, Call
-from frontend import Frontend, Reply, Request
+from backend import Call
+from frontend import Reply, Request
 from ledger import dead_letters, receipts, uploads, waiting
 from pg import Database
+from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 
@@ -74,52 +75,47 @@ def device(request: Request) -> str:
     return str(request.headers["X-Serversync-Device"])
 
 
-def upload_under_way(frontend: Frontend, backend: Backend, seconds: float = 60) -> Call:
+def upload_under_way(pi: Pi, seconds: float = 60) -> Call:
     """A call whose recording takes a while, and is on its way."""
-    frontend.read_rate = 400_000
-    call = backend.end_call(seconds=seconds)
-    frontend.wait(lambda: frontend.of_kind("file")[-1].received > 100_000, what="an upload")
+    pi.frontend.read_rate = 400_000
+    call = pi.backend.end_call(seconds=seconds)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[-1].received > 100_000, what="an upload")
     return call
 
 
-def assert_delivered(db: Database, backend: Backend, frontend: Frontend, call: Call) -> None:
+def assert_delivered(pi: Pi, call: Call) -> None:
     """The final state is right on both sides, whoever brought it about."""
-    frontend.wait(lambda: not db.pending() and not uploads(db), what="everything done")
-    assert frontend.playable(call.recording_id)
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    status, url = backend.upload_status(call)
-    assert status == "uploaded" and url == frontend.file_url(frontend.files[call.call_log_id])
+    pi.frontend.wait(lambda: not pi.db.pending() and not uploads(pi.db), what="everything done")
+    assert pi.frontend.playable(call.recording_id)
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    status, url = pi.backend.upload_status(call)
+    assert status == "uploaded" and url == pi.frontend.file_url(pi.frontend.files[call.call_log_id])
     assert not call.directory.exists()
 
 
 # -- without kills -------------------------------------------------------------------------------
 
 
-def test_two_agents_on_one_database_send_each_entry_once(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    running = [agent(SYNC_BATCH_SIZE=5, SYNC_POLL_INTERVAL_SEC=0.2) for _ in range(2)]
-    calls = [backend.end_call(seconds=0.2) for _ in range(8)]
-    backend.enqueue_many(200)
-    calls += [backend.end_call(seconds=0.2) for _ in range(8)]
-    frontend.wait(lambda: not db.pending() and not uploads(db), what="everything sent")
-    seqs = frontend.seqs()
+def test_two_agents_on_one_database_send_each_entry_once(pi: Pi) -> None:
+    running = [pi.agent(SYNC_BATCH_SIZE=5, SYNC_POLL_INTERVAL_SEC=0.2) for _ in range(2)]
+    calls = [pi.backend.end_call(seconds=0.2) for _ in range(8)]
+    pi.backend.enqueue_many(200)
+    calls += [pi.backend.end_call(seconds=0.2) for _ in range(8)]
+    pi.frontend.wait(lambda: not pi.db.pending() and not uploads(pi.db), what="everything sent")
+    seqs = pi.frontend.seqs()
     assert len(seqs) == len(set(seqs)) == 200 + 4 * len(calls)
-    assert sorted(file.call_log_id for file in frontend.uploads) == sorted(
+    assert sorted(file.call_log_id for file in pi.frontend.uploads) == sorted(
         call.call_log_id for call in calls
     )
     assert sum(bool(each.lines("standby")) for each in running) == 1
-    assert db.value("SELECT epoch FROM serversync.sender") == 1
+    assert pi.db.value("SELECT epoch FROM serversync.sender") == 1
 
 
-def test_agents_of_two_databases_on_one_server_do_not_hinder_each_other(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    agent().wait_sentence("all delivered")
-    other = Database(db.cluster)
+def test_agents_of_two_databases_on_one_server_do_not_hinder_each_other(pi: Pi) -> None:
+    pi.idle()
+    other = Database(pi.db.cluster)
     try:
-        second = agent(DATABASE_URL=other.url)
-        second.wait_sentence("all delivered")
+        second = pi.idle(DATABASE_URL=other.url)
         assert not second.lines("standby")
         second.close()
     finally:
@@ -130,97 +126,84 @@ def test_agents_of_two_databases_on_one_server_do_not_hinder_each_other(
 
 
 def test_killed_sender_is_replaced_by_the_standby_within_five_seconds(
-    agent: AgentFactory,
-    backend: Backend,
-    db: Database,
-    frontend: Frontend,
-    record_property: Callable[[str, object], None],
+    pi: Pi, record_property: Callable[[str, object], None]
 ) -> None:
-    first, second = start_pair(agent)
+    first, second = start_pair(pi.agent)
     first.kill()
     killed = time.monotonic()
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), 10, "an entry by the standby")
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq)
     # Promised are five seconds; the machine may be busy with other tests.
     record_property("seconds", round(time.monotonic() - killed, 2))
     assert second.lines("the lock is ours")
-    call = backend.end_call()
-    assert_delivered(db, backend, frontend, call)
+    call = pi.backend.end_call()
+    assert_delivered(pi, call)
 
 
-def test_stopped_sender_hands_over_to_the_standby(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    first, _ = start_pair(agent)
+def test_stopped_sender_hands_over_to_the_standby(pi: Pi) -> None:
+    first, _ = start_pair(pi.agent)
     assert first.stop()[0] == 0
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), 10, "an entry by the standby")
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq)
 
 
-def test_sender_killed_in_the_middle_of_an_upload_leaves_all_to_the_standby(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    first, _ = start_pair(agent)
-    call = upload_under_way(frontend, backend)
+def test_sender_killed_in_the_middle_of_an_upload_leaves_all_to_the_standby(pi: Pi) -> None:
+    first, _ = start_pair(pi.agent)
+    call = upload_under_way(pi)
     first.kill()
-    frontend.read_rate = None
-    assert_delivered(db, backend, frontend, call)
-    assert len(frontend.uploads) == 1
+    pi.frontend.read_rate = None
+    assert_delivered(pi, call)
+    assert len(pi.frontend.uploads) == 1
 
 
 # -- the sender's session ends ------------------------------------------------------------------
 
 
-def test_session_that_ends_in_the_middle_of_an_upload_costs_no_second_upload(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-    call = upload_under_way(frontend, backend)
-    end_session(db, sender(db))
-    assert_delivered(db, backend, frontend, call)
-    assert len(frontend.of_kind("file")) == 1
+def test_session_that_ends_in_the_middle_of_an_upload_costs_no_second_upload(pi: Pi) -> None:
+    running = pi.idle()
+    call = upload_under_way(pi)
+    end_session(pi.db, sender(pi.db))
+    assert_delivered(pi, call)
+    assert len(pi.frontend.of_kind("file")) == 1
     assert not running.lines("another sender came between")
-    assert db.value("SELECT count(*) FROM serversync.deliveries WHERE kind = 'file'") == 1
-    assert db.value(SESSIONS) == 1
+    assert pi.db.value("SELECT count(*) FROM serversync.deliveries WHERE kind = 'file'") == 1
+    assert pi.db.value(SESSIONS) == 1
 
 
-def test_session_that_ends_in_the_middle_of_a_request_costs_no_second_request(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    frontend.on_entries = lambda request: Reply(body={"ok": True}, store=True, delay=1.5)
-    agent().wait_sentence("all delivered")
-    call = backend.end_call(recording=False)
-    frontend.wait(lambda: frontend.of_kind("entries"))
-    end_session(db, sender(db))
-    frontend.wait(lambda: not db.pending())
-    assert frontend.seqs() == call.seqs
+def test_session_that_ends_in_the_middle_of_a_request_costs_no_second_request(pi: Pi) -> None:
+    pi.frontend.on_entries = lambda request: Reply(body={"ok": True}, store=True, delay=1.5)
+    pi.idle()
+    call = pi.backend.end_call(recording=False)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("entries"))
+    end_session(pi.db, sender(pi.db))
+    pi.wait_delivered()
+    assert pi.frontend.seqs() == call.seqs
 
 
 def test_result_of_a_sender_that_lost_its_lock_in_the_middle_of_an_upload_is_thrown_away(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
+    pi: Pi, proxy: Proxy
 ) -> None:
-    first, second = start_pair(agent, DATABASE_URL=db.url_through(proxy.port))
+    first, second = start_pair(pi.agent, DATABASE_URL=pi.db.url_through(proxy.port))
     # The second one uploads the same file, and the first one's answer comes in the middle of that.
-    frontend.on_file = patience = Patience()
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.of_kind("file")[0].file, what="an upload")
-    take_over(db, proxy)
-    frontend.wait(lambda: frontend.of_kind("file")[1].file, what="the standby's upload")
+    pi.frontend.on_file = patience = Patience()
+    call = pi.backend.end_call()
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[0].file, what="an upload")
+    take_over(pi.db, proxy)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[1].file, what="the standby's upload")
     patience.told.add("first")
-    frontend.wait(lambda: frontend.of_kind("file")[0].finished, what="the first one's answer")
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[0].finished, what="the first one's answer")
     # The first one may neither mark nor delete: the new sender still needs the file.
     first.wait_log("standby")
     assert call.wav.exists() and call.meta.exists()
-    assert call.seq("recording_file") in db.pending()
-    assert backend.upload_status(call) == ("local_only", None)
+    assert call.seq("recording_file") in pi.db.pending()
+    assert pi.backend.upload_status(call) == ("local_only", None)
     # Nor when it has its lock again: nobody knows what the other one did.
     second.kill()
     patience.told.add("second")
     first.wait_log("another sender came between")
-    assert_delivered(db, backend, frontend, call)
-    assert receipts_of_files(db) == 1
-    assert len([r for r in frontend.of_kind("file") if device(r) == "first"]) == 2
+    assert_delivered(pi, call)
+    assert receipts_of_files(pi.db) == 1
+    assert len([r for r in pi.frontend.of_kind("file") if device(r) == "first"]) == 2
 
 
 def receipts_of_files(db: Database) -> int:
@@ -232,73 +215,67 @@ def receipts_of_files(db: Database) -> int:
     "answer", [Reply(400, body={"error": "no"}), Reply(500), Reply(body={"ok": True})]
 )
 def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_state_back(
-    agent: AgentFactory,
-    backend: Backend,
-    db: Database,
-    frontend: Frontend,
-    proxy: Proxy,
-    answer: Reply,
+    pi: Pi, proxy: Proxy, answer: Reply
 ) -> None:
-    first, second = start_pair(agent, DATABASE_URL=db.url_through(proxy.port))
+    first, second = start_pair(pi.agent, DATABASE_URL=pi.db.url_through(proxy.port))
     # The first one gets another answer for what the second one delivers.
-    frontend.on_entries = patience = Patience(answer)
-    seqs = list(backend.enqueue_many(2))
-    frontend.wait(lambda: frontend.of_kind("entries"))
-    take_over(db, proxy)
+    pi.frontend.on_entries = patience = Patience(answer)
+    seqs = list(pi.backend.enqueue_many(2))
+    pi.frontend.wait(lambda: pi.frontend.of_kind("entries"))
+    take_over(pi.db, proxy)
     patience.told.add("first")
-    frontend.wait(lambda: frontend.requests[0].finished, what="that answer")
+    pi.frontend.wait(lambda: pi.frontend.requests[0].finished, what="that answer")
     patience.told.add("second")
-    frontend.wait(lambda: frontend.seqs() == seqs, what="the entries, by the standby")
+    pi.frontend.wait(lambda: pi.frontend.seqs() == seqs, what="the entries, by the standby")
     marks = "SELECT id, processed_at FROM sync_outbox WHERE processed_at IS NOT NULL ORDER BY id"
-    marked = wait_until(lambda: len(rows := db.rows(marks)) == 2 and rows, what="their marks")
+    marked = wait_until(lambda: len(rows := pi.db.rows(marks)) == 2 and rows, what="their marks")
     first.wait_log("standby")
     free = time.monotonic()
     second.stop()
-    later = backend.enqueue()
-    frontend.wait(lambda: later in frontend.seqs(), what="an entry by the first one again")
+    later = pi.backend.enqueue()
+    pi.wait_entry(later)
     # No question whether the frontend lives, and no smaller batch, before it had its lock again.
-    again = [request for request in frontend.requests[1:] if device(request) == "first"]
+    again = [request for request in pi.frontend.requests[1:] if device(request) == "first"]
     assert min(request.started for request in again) > free
-    assert frontend.seqs() == [*seqs, later]
-    assert db.rows(marks)[:2] == marked
-    assert not waiting(db) and not dead_letters(db)
-    wait_until(lambda: len(receipts(db)) == 2, what="one receipt of each request")
+    assert pi.frontend.seqs() == [*seqs, later]
+    assert pi.db.rows(marks)[:2] == marked
+    assert not waiting(pi.db) and not dead_letters(pi.db)
+    wait_until(lambda: len(receipts(pi.db)) == 2, what="one receipt of each request")
 
 
 def test_a_result_that_could_not_be_written_before_another_sender_came_is_thrown_away(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
+    pi: Pi, proxy: Proxy
 ) -> None:
-    first, second = start_pair(agent, DATABASE_URL=db.url_through(proxy.port))
-    frontend.on_entries = patience = Patience(Reply(500))
+    first, second = start_pair(pi.agent, DATABASE_URL=pi.db.url_through(proxy.port))
+    pi.frontend.on_entries = patience = Patience(Reply(500))
     patience.told.add("first")
     locked = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-    with db.connect(autocommit=False) as somebody:
+    with pi.db.connect(autocommit=False) as somebody:
         somebody.execute("LOCK TABLE serversync.waiting IN EXCLUSIVE MODE")
-        seq = backend.enqueue()
-        wait_until(lambda: db.value(locked), what="the first one's failure, not written")
+        seq = pi.backend.enqueue()
+        wait_until(lambda: pi.db.value(locked), what="the first one's failure, not written")
         proxy.refuse()
-        end_session(db, sender(db))
-    wait_until(lambda: db.value("SELECT epoch FROM serversync.sender") == 2, what="the standby")
+        end_session(pi.db, sender(pi.db))
+    wait_until(lambda: pi.db.value("SELECT epoch FROM serversync.sender") == 2, what="the standby")
     proxy.resume()
     patience.told.add("second")
-    wait_until(lambda: not db.pending(), what="the entry, by the standby")
-    assert frontend.seqs() == [seq]
+    pi.wait_delivered()
+    assert pi.frontend.seqs() == [seq]
     first.wait_log("standby")
     second.stop()
     first.wait_log("another sender came between: a result is discarded")
-    later = backend.enqueue()
-    frontend.wait(lambda: later in frontend.seqs(), what="an entry by the first one again")
-    assert not db.rows("SELECT FROM serversync.waiting WHERE outbox_id = %s", (seq,))
+    later = pi.backend.enqueue()
+    pi.wait_entry(later)
+    assert not pi.db.rows("SELECT FROM serversync.waiting WHERE outbox_id = %s", (seq,))
 
 
 # -- a connection that is half-open --------------------------------------------------------------
 
 
 def test_an_answer_that_comes_after_a_move_to_another_database_concerns_none_of_its_entries(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+    pi: Pi,
 ) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
+    running = pi.idle()
     told = threading.Event()
 
     def hook(request: Request) -> Reply | None:
@@ -307,22 +284,21 @@ def test_an_answer_that_comes_after_a_move_to_another_database_concerns_none_of_
         told.wait(20)
         return Reply(400, {}, {"error": "not like this"})
 
-    frontend.on_entries = hook
-    old = backend.enqueue()
-    second = Database(db.cluster)
+    pi.frontend.on_entries = hook
+    old = pi.backend.enqueue()
+    second = Database(pi.db.cluster)
     try:
-        frontend.wait(lambda: frontend.of_kind("entries"), what="a request")
+        pi.frontend.wait(lambda: pi.frontend.of_kind("entries"), what="a request")
         second.execute(
             "insert into sync_outbox (entity_type, entity_id, payload)"
             " select 'schedule', gen_random_uuid(), '{}' from generate_series(1, 3)"
         )
-        running.update_env(agent.env(DATABASE_URL=second.url))
-        running.hup()
+        running.reload(pi.agent.env(DATABASE_URL=second.url))
         running.wait_log("another sender came between")
         told.set()
-        frontend.wait(lambda: not second.pending(), what="all of the other database")
-        assert frontend.seqs() == [1, 2, 3] and not dead_letters(second)
-        assert db.pending() == [old]
+        pi.frontend.wait(lambda: not second.pending(), what="all of the other database")
+        assert pi.frontend.seqs() == [1, 2, 3] and not dead_letters(second)
+        assert pi.db.pending() == [old]
         running.close()
     finally:
         told.set()
@@ -330,63 +306,60 @@ def test_an_answer_that_comes_after_a_move_to_another_database_concerns_none_of_
 
 
 def test_connection_that_falls_silent_in_the_middle_of_work_is_replaced_within_a_minute(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
+    pi: Pi, proxy: Proxy
 ) -> None:
-    running = agent(DATABASE_URL=db.url_through(proxy.port))
+    running = pi.agent(DATABASE_URL=pi.db.url_through(proxy.port))
     running.wait_sentence("all delivered")
-    old = sender(db)
-    frontend.on_entries = lambda request: Reply(body={"ok": True}, store=True, delay=1)
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.of_kind("entries"))
+    old = sender(pi.db)
+    pi.frontend.on_entries = lambda request: Reply(body={"ok": True}, store=True, delay=1)
+    call = pi.backend.end_call()
+    pi.frontend.wait(lambda: pi.frontend.of_kind("entries"))
     silent = time.monotonic()
     proxy.silence_open()
-    frontend.on_entries = None
-    frontend.wait(lambda: frontend.playable(call.recording_id), 60, "work going on")
+    pi.frontend.on_entries = None
+    pi.frontend.wait(lambda: pi.frontend.playable(call.recording_id), 60, "work going on")
     assert time.monotonic() - silent < 60
-    assert_delivered(db, backend, frontend, call)
+    assert_delivered(pi, call)
     # Neither did a half-open session keep the lock, nor was a confirmed request sent again.
-    assert sender(db) != old
-    assert sorted(frontend.seqs()) == call.seqs[:4]
-    assert db.value(SESSIONS) == 1
+    assert sender(pi.db) != old
+    assert sorted(pi.frontend.seqs()) == call.seqs[:4]
+    assert pi.db.value(SESSIONS) == 1
 
 
 def test_connection_that_falls_silent_during_an_upload_costs_no_second_upload(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, proxy: Proxy
+    pi: Pi, proxy: Proxy
 ) -> None:
-    agent(DATABASE_URL=db.url_through(proxy.port)).wait_sentence("all delivered")
-    call = upload_under_way(frontend, backend)
+    pi.agent(DATABASE_URL=pi.db.url_through(proxy.port)).wait_sentence("all delivered")
+    call = upload_under_way(pi)
     silent = time.monotonic()
     proxy.silence_open()
-    frontend.wait(lambda: frontend.uploads, 60)
-    frontend.wait(lambda: not db.pending(), 60, "work going on")
+    pi.frontend.wait(lambda: pi.frontend.uploads, 60)
+    pi.wait_delivered(60)
     assert time.monotonic() - silent < 60
-    assert_delivered(db, backend, frontend, call)
-    assert len(frontend.of_kind("file")) == 1
+    assert_delivered(pi, call)
+    assert len(pi.frontend.of_kind("file")) == 1
 
 
 @pytest.mark.slow
 def test_connection_that_falls_silent_while_idle_is_replaced_within_a_minute_and_pings_go_on(
-    agent: AgentFactory,
-    backend: Backend,
-    db: Database,
-    frontend: Frontend,
+    pi: Pi,
     proxy: Proxy,
     notify: NotifySocket,
     record_property: Callable[[str, object], None],
 ) -> None:
     watchdog = 12.0  # shorter than the database's deadline
-    running = agent(
+    running = pi.agent(
         notify=notify,
         WATCHDOG_USEC=int(watchdog * 1e6),
-        DATABASE_URL=db.url_through(proxy.port),
+        DATABASE_URL=pi.db.url_through(proxy.port),
     )
     running.wait_sentence("all delivered")
     silent = time.monotonic()
     proxy.silence_open()
-    call = backend.end_call()  # its NOTIFY is lost
-    frontend.wait(lambda: frontend.playable(call.recording_id), 65, "work going on")
+    call = pi.backend.end_call()  # its NOTIFY is lost
+    pi.frontend.wait(lambda: pi.frontend.playable(call.recording_id), 65, "work going on")
     record_property("seconds", round(time.monotonic() - silent, 1))
-    assert_delivered(db, backend, frontend, call)
+    assert_delivered(pi, call)
     pings = [when for when, _ in notify.values("WATCHDOG")]
     assert len(pings) >= 3
     assert max(after - before for before, after in pairwise(pings)) < watchdog * 0.75
