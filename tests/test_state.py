@@ -15,10 +15,10 @@ import pytest
 
 import serversync
 from agent import PYTHON, REPOSITORY, Agent, AgentFactory
-from backend import Backend
-from frontend import Frontend, Reply
+from frontend import Reply
 from ledger import dead, entity_of, failures, hold, let_hours_pass, receipts, uploads, waiting
 from pg import Database
+from pi import Pi
 from test_blocking import corrupt, enqueue_large
 from waiting import wait_until
 
@@ -77,29 +77,25 @@ def make_role(db: Database, *grants: str) -> tuple[str, str]:
     return role, db.cluster.url(db.name, user=role)
 
 
-def do_as_told(agent: AgentFactory, db: Database, refused: str, url: str) -> None:
+def do_as_told(pi: Pi, refused: str, url: str) -> None:
     """The command that the message says one has to run, by somebody who may."""
     assert "run: sudo serversync setup" in refused
-    admin_url = db.cluster.url(db.name, user="postgres")
-    done = agent.once("setup", "--admin-url", admin_url, DATABASE_URL=url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    admin_url = pi.db.cluster.url(pi.db.name, user="postgres")
+    pi.once("setup", "--admin-url", admin_url, DATABASE_URL=url)
 
 
 # -- the schema ----------------------------------------------------------------------------------
 
 
-def test_first_start_makes_the_schema_and_the_second_changes_nothing(
-    agent: AgentFactory, db: Database
-) -> None:
-    assert agent.once().returncode == 0
-    first = definitions(db, "serversync"), definitions(db, "public")
-    number = db.value("SELECT max(number) FROM serversync.schema_version")
+def test_first_start_makes_the_schema_and_the_second_changes_nothing(pi: Pi) -> None:
+    pi.once()
+    first = definitions(pi.db, "serversync"), definitions(pi.db, "public")
+    number = pi.db.value("SELECT max(number) FROM serversync.schema_version")
     assert number == serversync.SCHEMA_VERSION
-    again = agent.once()
-    assert again.returncode == 0
+    again = pi.once()
     assert "version" not in again.stderr
-    assert (definitions(db, "serversync"), definitions(db, "public")) == first
-    assert db.value("SELECT max(number) FROM serversync.schema_version") == number
+    assert (definitions(pi.db, "serversync"), definitions(pi.db, "public")) == first
+    assert pi.db.value("SELECT max(number) FROM serversync.schema_version") == number
 
 
 SHAPE = """
@@ -149,26 +145,24 @@ BACK_TO_VERSION_2 = """
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_an_upgraded_schema_is_the_same_as_a_fresh_one(
-    agent: AgentFactory, db: Database, version: int
-) -> None:
-    assert agent.once().returncode == 0
-    fresh = db.rows(SHAPE)
+def test_an_upgraded_schema_is_the_same_as_a_fresh_one(pi: Pi, version: int) -> None:
+    pi.once()
+    fresh = pi.db.rows(SHAPE)
     assert {"waiting", "uploads", "settings", "index", "constraint", "function", "trigger"} <= {
         row[0] for row in fresh
     }
-    db.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
-    db.execute("DROP TABLE serversync_keys")
+    pi.db.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
+    pi.db.execute("DROP TABLE serversync_keys")
     if version == 1:
-        db.execute("DROP SCHEMA serversync CASCADE")
+        pi.db.execute("DROP SCHEMA serversync CASCADE")
         for statement in ("create schema serversync", SCHEMA_V1.read_text()):
-            db.execute(statement)
+            pi.db.execute(statement)
     else:
-        db.execute(BACK_TO_VERSION_2)
-        db.execute("UPDATE serversync.schema_version SET number = %s", (version,))
-    db.execute(OLD_TRIGGER)
-    assert agent.once().returncode == 0
-    assert db.rows(SHAPE) == fresh
+        pi.db.execute(BACK_TO_VERSION_2)
+        pi.db.execute("UPDATE serversync.schema_version SET number = %s", (version,))
+    pi.db.execute(OLD_TRIGGER)
+    pi.once()
+    assert pi.db.rows(SHAPE) == fresh
 
 
 V1_SETTINGS = """
@@ -182,26 +176,23 @@ V1_SETTINGS = """
 """
 
 
-def test_what_version_1_knew_of_the_settings_and_put_there_is_still_known(
-    agent: AgentFactory, db: Database
-) -> None:
-    for statement in ("create schema serversync", SCHEMA_V1.read_text(), V1_SETTINGS):
-        db.execute(statement)
-    assert agent.once().returncode == 0
-    [known] = db.rows("SELECT counts, held, pulled_at::date::text FROM serversync.settings"
+def test_what_version_1_knew_of_the_settings_and_put_there_is_still_known(pi: Pi) -> None:
+    make_version_1(pi.db)
+    pi.db.execute(V1_SETTINGS)
+    pi.once()
+    [known] = pi.db.rows("SELECT counts, held, pulled_at::date::text FROM serversync.settings"
                       " WHERE section = 'call-actions'")  # fmt: skip
     assert known == ({"rules": 9}, {}, "2026-11-18")
     files = (
         "SELECT name, version, fetched, digests, unwanted FROM serversync.audio_files ORDER BY 1"
     )
-    assert db.rows(files) == [
+    assert pi.db.rows(files) == [
         ("a.wav", "2", "1", ["a", "b"], False), ("b.wav", "1", None, [], False),
     ]  # fmt: skip
 
 
 def test_an_upgrade_that_fails_changes_nothing(agent: AgentFactory, db: Database) -> None:
-    for statement in ("create schema serversync", SCHEMA_V1.read_text()):
-        db.execute(statement)
+    make_version_1(db)
     before = definitions(db, "serversync")
     db.execute("CREATE VIEW looks AS SELECT * FROM serversync.recordings")  # the last of it fails
     assert agent.once().returncode != 0
@@ -251,145 +242,128 @@ def make_version_1(db: Database) -> None:
         db.execute(statement)
 
 
-def test_what_version_1_wrote_down_goes_on_after_the_upgrade(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    make_version_1(db)
-    sent = backend.end_call()
+def test_what_version_1_wrote_down_goes_on_after_the_upgrade(pi: Pi) -> None:
+    make_version_1(pi.db)
+    sent = pi.backend.end_call()
     files = [serversync.signature(path.name, path.stat()) for path in (sent.wav, sent.meta)]
     params = {"seq": sent.seqs[-1], "seqs": sent.seqs, "directory": sent.call_id}
-    db.execute(V1_UPLOADED, params | {"files": json.dumps(files)})
-    db.execute("DELETE FROM recordings")  # then the receipt alone knows of the upload
-    letter, over, bad = (backend.enqueue() for _ in range(3))
-    later = backend.enqueue(entity_id=entity_of(db, bad))
-    call = backend.end_call(meta=False)
+    pi.db.execute(V1_UPLOADED, params | {"files": json.dumps(files)})
+    pi.db.execute("DELETE FROM recordings")  # then the receipt alone knows of the upload
+    letter, over, bad = (pi.backend.enqueue() for _ in range(3))
+    later = pi.backend.enqueue(entity_id=entity_of(pi.db, bad))
+    call = pi.backend.end_call(meta=False)
     for seq, code, attempts, hours in ((bad, "FRONTEND_5XX", 7, 30), (over, "FRONTEND_5XX", 2, 1),
                                        (call.seqs[-1], "NOT_READY", 0, 0)):  # fmt: skip
         values = {"seq": seq, "code": code, "attempts": attempts, "hours": hours}
-        db.execute(V1_WAITING, values)
-    db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (over,))
-    db.execute(V1_LETTER, {"seq": letter})
-    frontend.poison[entity_of(db, bad)] = Reply(500, body={"error": "no"})
+        pi.db.execute(V1_WAITING, values)
+    pi.db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (over,))
+    pi.db.execute(V1_LETTER, {"seq": letter})
+    pi.frontend.poison[entity_of(pi.db, bad)] = Reply(500, body={"error": "no"})
 
     # The same entries wait, with what they had been charged, and what depends on them.
-    migrated = agent.once()
-    assert migrated.returncode == 75, migrated.stderr
-    assert {seq: row[0] for seq, row in failures(db).items()} == {
+    pi.once(code=75)
+    assert {seq: row[0] for seq, row in failures(pi.db).items()} == {
         bad: "FRONTEND_5XX", later: "WAITS_FOR", call.seqs[-1]: "NOT_READY"}  # fmt: skip
-    row = waiting(db)[bad]
+    row = waiting(pi.db)[bad]
     assert (row["tries"], row["attempts"]) == (8, 7)
     assert 30 * 3600 <= row["waited"] < 31 * 3600
-    assert frontend.seqs() == call.seqs[:-1]
-    assert not uploads(db) and not sent.directory.exists()
-    assert dead(db) == {letter: "BAD_REQUEST"}
+    assert pi.frontend.seqs() == call.seqs[:-1]
+    assert not uploads(pi.db) and not sent.directory.exists()
+    assert dead(pi.db) == {letter: "BAD_REQUEST"}
 
     # A letter can be sent again; the receipt still knows the recording, and that the call has one.
-    letter_id = db.value("SELECT id::text FROM serversync.dead_letters")
-    assert agent.once("dlq", "retry", letter_id).returncode == 0
+    letter_id = pi.db.value("SELECT id::text FROM serversync.dead_letters")
+    pi.once("dlq", "retry", letter_id)
     payload = {"callLogId": sent.call_log_id, "uploadStatus": "local_only"}
-    late = backend.enqueue("recording", payload, sent.recording_id)
-    second = backend.end_call(call_log_id=sent.call_log_id)
-    backend.write_meta(call)
-    let_hours_pass(db)
-    assert agent.once().returncode == 1
-    assert frontend.seqs()[len(call.seqs) - 1 :] == [letter, late, *second.seqs[:-1]]
-    stored = frontend.received(sent.recording_id)[-1]["payload"]
+    late = pi.backend.enqueue("recording", payload, sent.recording_id)
+    second = pi.backend.end_call(call_log_id=sent.call_log_id)
+    pi.backend.write_meta(call)
+    let_hours_pass(pi.db)
+    pi.once(code=1)
+    assert pi.frontend.seqs()[len(call.seqs) - 1 :] == [letter, late, *second.seqs[:-1]]
+    stored = pi.frontend.received(sent.recording_id)[-1]["payload"]
     assert stored == {**payload, "uploadStatus": "uploaded", "s3Url": "http://frontend/mixed.wav"}
-    assert frontend.playable(call.recording_id)
-    assert dead(db)[second.seqs[-1]] == "SECOND_RECORDING"
+    assert pi.frontend.playable(call.recording_id)
+    assert dead(pi.db)[second.seqs[-1]] == "SECOND_RECORDING"
 
     # The eighth attempt is the last, and then the next word of the entity goes.
-    hold(db)
+    hold(pi.db)
     for _ in range(3):
-        backend.enqueue()
-    agent.once()
-    let_hours_pass(db)
-    frontend.poison.clear()
-    frontend.on_entries = lambda r: Reply(500) if bad in [e["seq"] for e in r.entries] else None
-    assert agent.once().returncode == 1
-    assert dead(db)[bad] == "FRONTEND_5XX"
-    assert frontend.seqs()[-1] == later
-    assert not db.pending() and not waiting(db)
+        pi.backend.enqueue()
+    pi.agent.once()
+    let_hours_pass(pi.db)
+    pi.frontend.poison.clear()
+    pi.frontend.on_entries = lambda r: Reply(500) if bad in [e["seq"] for e in r.entries] else None
+    pi.once(code=1)
+    assert dead(pi.db)[bad] == "FRONTEND_5XX"
+    assert pi.frontend.seqs()[-1] == later
+    assert not pi.db.pending() and not waiting(pi.db)
 
 
-def test_an_upgrade_from_version_1_gets_past_a_corrupt_row(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    make_version_1(db)
-    bad = enqueue_large(backend, "schedule")
-    db.execute(V1_WAITING, {"seq": bad, "code": "FRONTEND_5XX", "attempts": 3, "hours": 1})
-    call = backend.end_call()
-    corrupt(db, bad)
+def test_an_upgrade_from_version_1_gets_past_a_corrupt_row(pi: Pi) -> None:
+    make_version_1(pi.db)
+    bad = enqueue_large(pi.backend, "schedule")
+    pi.db.execute(V1_WAITING, {"seq": bad, "code": "FRONTEND_5XX", "attempts": 3, "hours": 1})
+    call = pi.backend.end_call()
+    corrupt(pi.db, bad)
 
-    migrated = agent.once()
+    pi.once(code=75)
 
-    assert migrated.returncode == 75, migrated.stderr
-    assert db.pending() == [bad]
-    row = waiting(db)[bad]
+    assert pi.db.pending() == [bad]
+    row = waiting(pi.db)[bad]
     assert (row["code"], row["attempts"], row["call_id"]) == ("ROW_CORRUPT", 3, None)
-    assert frontend.seqs() == call.seqs[:-1]
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
+    assert pi.frontend.seqs() == call.seqs[:-1]
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
 @pytest.mark.parametrize("command", ["once", "run"])
-def test_schema_of_a_newer_version_is_refused_and_left_alone(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, command: str
-) -> None:
-    assert agent.once().returncode == 0
-    db.execute("INSERT INTO serversync.schema_version VALUES (9999)")
-    seq = backend.enqueue()
-    refused = agent.once(command)
-    assert refused.returncode == 78
+def test_schema_of_a_newer_version_is_refused_and_left_alone(pi: Pi, command: str) -> None:
+    pi.once()
+    pi.db.execute("INSERT INTO serversync.schema_version VALUES (9999)")
+    seq = pi.backend.enqueue()
+    refused = pi.once(command, code=78)
     assert "newer version (9999)" in refused.stderr
     assert "Traceback" not in refused.stderr
-    assert db.pending() == [seq] and not frontend.requests
+    assert pi.db.pending() == [seq] and not pi.frontend.requests
 
 
 @pytest.mark.parametrize("command", ["once", "run"])
-def test_role_that_may_not_make_the_schema_gets_the_line_that_helps(
-    agent: AgentFactory, backend: Backend, db: Database, command: str
-) -> None:
-    role, url = make_role(db, *RIGHTS_OF_AN_AGENT)
-    call = backend.end_call()
-    refused = agent.once(command, DATABASE_URL=url)
-    assert refused.returncode == 78
+def test_role_that_may_not_make_the_schema_gets_the_line_that_helps(pi: Pi, command: str) -> None:
+    role, url = make_role(pi.db, *RIGHTS_OF_AN_AGENT)
+    call = pi.backend.end_call()
+    refused = pi.once(command, code=78, DATABASE_URL=url)
     assert role in refused.stderr and "Traceback" not in refused.stderr
-    do_as_told(agent, db, refused.stderr, url)
-    assert agent.once(DATABASE_URL=url).returncode == 0
-    assert not db.pending()
-    assert backend.upload_status(call)[0] == "uploaded"
+    do_as_told(pi, refused.stderr, url)
+    pi.once(DATABASE_URL=url)
+    assert not pi.db.pending()
+    assert pi.backend.upload_status(call)[0] == "uploaded"
 
 
-def test_role_that_may_not_mark_entries_gets_the_line_that_helps(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
+def test_role_that_may_not_mark_entries_gets_the_line_that_helps(pi: Pi) -> None:
     role, url = make_role(
-        db,
+        pi.db,
         "GRANT CREATE ON DATABASE {db} TO {role}",
         "GRANT SELECT ON sync_outbox, system_settings TO {role}",
         RIGHTS_OF_AN_AGENT[1],
     )
-    seq = backend.enqueue()
-    refused = agent.once(DATABASE_URL=url)
-    assert refused.returncode == 78
-    assert not frontend.requests
-    do_as_told(agent, db, refused.stderr, url)
-    assert agent.once(DATABASE_URL=url).returncode == 0
-    assert frontend.seqs() == [seq] and role in refused.stderr
+    seq = pi.backend.enqueue()
+    refused = pi.once(code=78, DATABASE_URL=url)
+    assert not pi.frontend.requests
+    do_as_told(pi, refused.stderr, url)
+    pi.once(DATABASE_URL=url)
+    assert pi.frontend.seqs() == [seq] and role in refused.stderr
 
 
-def test_role_that_does_not_own_the_outbox_goes_on_by_polling_and_says_so_once(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    _, url = make_role(db, "GRANT CREATE ON DATABASE {db} TO {role}", *RIGHTS_OF_AN_AGENT)
-    running = agent(DATABASE_URL=url, SYNC_POLL_INTERVAL_SEC=0.5)
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.playable(call.recording_id))
-    assert not db.rows(INDEX_STATE) and not db.rows(TRIGGERS)
+def test_role_that_does_not_own_the_outbox_goes_on_by_polling_and_says_so_once(pi: Pi) -> None:
+    _, url = make_role(pi.db, "GRANT CREATE ON DATABASE {db} TO {role}", *RIGHTS_OF_AN_AGENT)
+    running = pi.agent(DATABASE_URL=url, SYNC_POLL_INTERVAL_SEC=0.5)
+    call = pi.backend.end_call()
+    pi.wait_file(call)
+    assert not pi.db.rows(INDEX_STATE) and not pi.db.rows(TRIGGERS)
 
-    end_session(db)
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs())
+    end_session(pi.db)
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq)
     assert len(running.lines("going on with less")) == 1
     line = running.lines("going on with less")[0]
     assert "index" in line and "trigger" in line
@@ -407,20 +381,18 @@ def end_session(db: Database) -> None:
 # -- index and trigger ---------------------------------------------------------------------------
 
 
-def test_index_and_trigger_are_made_once_and_are_what_the_design_says(
-    agent: AgentFactory, db: Database
-) -> None:
-    agent.once()
-    [(valid, definition)] = db.rows(INDEX_STATE)
+def test_index_and_trigger_are_made_once_and_are_what_the_design_says(pi: Pi) -> None:
+    pi.agent.once()
+    [(valid, definition)] = pi.db.rows(INDEX_STATE)
     assert valid
     assert definition.endswith("USING btree (id) WHERE (processed_at IS NULL)")
-    assert db.rows(TRIGGERS) == [("serversync_wake",)]
+    assert pi.db.rows(TRIGGERS) == [("serversync_wake",)]
     payloads: list[str] = []
-    with db.connect() as listener:
+    with pi.db.connect() as listener:
         listener.add_notify_handler(lambda notification: payloads.append(notification.payload))
         listener.execute("LISTEN serversync")
         for _ in range(2):
-            with db.connect(autocommit=False) as backend:
+            with pi.db.connect(autocommit=False) as backend:
                 for _ in range(3):
                     backend.execute(
                         "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
@@ -432,15 +404,13 @@ def test_index_and_trigger_are_made_once_and_are_what_the_design_says(
     assert payloads == ["", ""]
 
 
-def test_invalid_index_left_by_a_kill_is_dropped_and_made_again(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    backend.enqueue_many(2)
+def test_invalid_index_left_by_a_kill_is_dropped_and_made_again(pi: Pi) -> None:
+    pi.backend.enqueue_many(2)
     with pytest.raises(psycopg.errors.UniqueViolation):
-        db.execute(f"CREATE UNIQUE INDEX CONCURRENTLY {INDEX} ON sync_outbox ((1))")
-    assert db.rows(INDEX_STATE)[0][0] is False
-    assert agent.once().returncode == 0
-    [(valid, definition)] = db.rows(INDEX_STATE)
+        pi.db.execute(f"CREATE UNIQUE INDEX CONCURRENTLY {INDEX} ON sync_outbox ((1))")
+    assert pi.db.rows(INDEX_STATE)[0][0] is False
+    pi.once()
+    [(valid, definition)] = pi.db.rows(INDEX_STATE)
     assert valid and "WHERE (processed_at IS NULL)" in definition
 
 
@@ -465,48 +435,44 @@ def long_transaction(db: Database) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("busy", [maintenance, long_transaction])
-def test_locked_outbox_holds_up_neither_the_agent_nor_the_backend(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, busy: Any
-) -> None:
-    first = backend.enqueue()
-    with busy(db):
-        running = agent()
+def test_locked_outbox_holds_up_neither_the_agent_nor_the_backend(pi: Pi, busy: Any) -> None:
+    first = pi.backend.enqueue()
+    with busy(pi.db):
+        running = pi.agent()
         inserts: list[float] = []
-        while first not in frontend.seqs():
+        while first not in pi.frontend.seqs():
             assert len(inserts) < 10_000
             began = time.monotonic()
-            backend.enqueue()
+            pi.backend.enqueue()
             inserts.append(time.monotonic() - began)
         running.wait_log("going on with less")
         running.stop()
     assert max(inserts) < 3  # promised: lock_timeout is one second
     # What an interrupted attempt left behind is no obstacle for the next start.
-    assert agent.once().returncode == 0
-    assert db.rows(INDEX_STATE)[0][0] is True
-    assert db.rows(TRIGGERS) == [("serversync_wake",)]
+    pi.once()
+    assert pi.db.rows(INDEX_STATE)[0][0] is True
+    assert pi.db.rows(TRIGGERS) == [("serversync_wake",)]
 
 
-def test_index_and_trigger_that_a_lock_prevented_are_made_after_a_reconnect(
-    agent: AgentFactory, db: Database
-) -> None:
-    with maintenance(db):
-        running = agent()
+def test_index_and_trigger_that_a_lock_prevented_are_made_after_a_reconnect(pi: Pi) -> None:
+    with maintenance(pi.db):
+        running = pi.agent()
         running.wait_log("going on with less")
-    end_session(db)
-    wait_until(lambda: db.rows(INDEX_STATE)[0][0] and db.rows(TRIGGERS), what="both")
-    assert db.rows(TRIGGERS) == [("serversync_wake",)]
+    end_session(pi.db)
+    wait_until(lambda: pi.db.rows(INDEX_STATE)[0][0] and pi.db.rows(TRIGGERS), what="both")
+    assert pi.db.rows(TRIGGERS) == [("serversync_wake",)]
 
 
-def test_index_and_trigger_that_a_transaction_prevented_are_made_when_it_has_ended(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    with long_transaction(db):
-        running = agent()
+def test_index_and_trigger_that_a_transaction_prevented_are_made_when_it_has_ended(pi: Pi) -> None:
+    with long_transaction(pi.db):
+        running = pi.agent()
         running.wait_log("going on with less")
     running.wait_log("index and NOTIFY trigger are there now")
-    assert db.rows(INDEX_STATE)[0][0] and db.rows(TRIGGERS) == [("serversync_wake",)]
-    seq = backend.enqueue()
-    frontend.wait(lambda: frontend.seqs() == [seq], what="the entry, not a polling interval later")
+    assert pi.db.rows(INDEX_STATE)[0][0] and pi.db.rows(TRIGGERS) == [("serversync_wake",)]
+    seq = pi.backend.enqueue()
+    pi.frontend.wait(
+        lambda: pi.frontend.seqs() == [seq], what="the entry, not a polling interval later"
+    )
 
 
 REBUILD = """
@@ -529,47 +495,41 @@ QUIET = """
     "interval", [0.5, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(150)])]
 )
 def test_rebuilt_outbox_has_index_and_trigger_again_within_a_minute_and_what_waited_goes_on(
-    interval: float, agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+    pi: Pi, interval: float
 ) -> None:
-    bad = backend.enqueue()
-    frontend.poison[entity_of(db, bad)] = Reply(500)
-    running = agent(SYNC_POLL_INTERVAL_SEC=interval)
-    wait_until(lambda: bad in failures(db), state=running.log)
-    hold(db)
+    bad = pi.poisoned(Reply(500))
+    running = pi.agent(SYNC_POLL_INTERVAL_SEC=interval)
+    wait_until(lambda: bad in failures(pi.db), state=running.log)
+    hold(pi.db)
     if interval > 60:  # only its own timer wakes it
-        wait_until(lambda: db.value(QUIET), 30, "nothing to do", running.log)
-    db.execute(REBUILD)
-    assert not db.rows(INDEX_STATE) and not db.rows(TRIGGERS)
-    wait_until(lambda: db.rows(INDEX_STATE) and db.rows(TRIGGERS), 70, "both", running.log)
-    assert db.rows(INDEX_STATE)[0][0] and db.rows(TRIGGERS) == [("serversync_wake",)]
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.playable(call.recording_id), 5, "the call, by NOTIFY")
-    frontend.poison.clear()
-    let_hours_pass(db)
-    frontend.wait(lambda: bad in frontend.seqs(), 10, "what had waited")
+        wait_until(lambda: pi.db.value(QUIET), 30, "nothing to do", running.log)
+    pi.db.execute(REBUILD)
+    assert not pi.db.rows(INDEX_STATE) and not pi.db.rows(TRIGGERS)
+    wait_until(lambda: pi.db.rows(INDEX_STATE) and pi.db.rows(TRIGGERS), 70, "both", running.log)
+    assert pi.db.rows(INDEX_STATE)[0][0] and pi.db.rows(TRIGGERS) == [("serversync_wake",)]
+    call = pi.backend.end_call()
+    pi.frontend.wait(lambda: pi.frontend.playable(call.recording_id), 5, "the call, by NOTIFY")
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
+    pi.wait_entry(bad)
 
 
-def test_trigger_that_fails_never_ends_the_backend_s_transaction(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    assert agent.once().returncode == 0
-    with db.admin() as admin:
+def test_trigger_that_fails_never_ends_the_backend_s_transaction(pi: Pi) -> None:
+    pi.once()
+    with pi.db.admin() as admin:
         admin.execute("REVOKE EXECUTE ON FUNCTION pg_notify(text, text) FROM PUBLIC")
-    with pytest.raises(psycopg.errors.InsufficientPrivilege), db.connect() as session:
+    with pytest.raises(psycopg.errors.InsufficientPrivilege), pi.db.connect() as session:
         session.execute("SELECT pg_notify('serversync', '')")
-    call = backend.end_call()
-    assert db.pending() == call.seqs
-    assert agent.once().returncode == 0
-    assert frontend.playable(call.recording_id)
+    call = pi.backend.end_call()
+    assert pi.db.pending() == call.seqs
+    pi.once()
+    assert pi.frontend.playable(call.recording_id)
 
 
-def test_backend_with_a_role_that_knows_nothing_of_our_schema_can_still_insert(
-    agent: AgentFactory, db: Database, frontend: Frontend
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
+def test_backend_with_a_role_that_knows_nothing_of_our_schema_can_still_insert(pi: Pi) -> None:
+    pi.idle()
     _, url = make_role(
-        db,
+        pi.db,
         "GRANT INSERT ON sync_outbox TO {role}",
         "GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {role}",
     )
@@ -578,17 +538,15 @@ def test_backend_with_a_role_that_knows_nothing_of_our_schema_can_still_insert(
             "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
             " VALUES ('schedule', gen_random_uuid(), '{}')"
         )
-    frontend.wait(lambda: frontend.seqs(), 5, "the entry, by NOTIFY")
+    pi.frontend.wait(lambda: pi.frontend.seqs(), 5, "the entry, by NOTIFY")
 
 
 # -- the backend's tables ------------------------------------------------------------------------
 
 
-def test_backend_s_tables_change_only_as_the_contract_says(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    call = backend.end_call()
-    lost = backend.end_call(audio=False, file_path="../x/mixed.wav")  # becomes a dead letter
+def test_backend_s_tables_change_only_as_the_contract_says(pi: Pi) -> None:
+    call = pi.backend.end_call()
+    lost = pi.backend.end_call(audio=False, file_path="../x/mixed.wav")  # becomes a dead letter
     columns = {
         "sync_outbox": ("processed_at",),
         "recordings": ("upload_status", "s3_url"),
@@ -597,17 +555,17 @@ def test_backend_s_tables_change_only_as_the_contract_says(
 
     def content() -> dict[str, Any]:
         return {
-            table: db.rows(
+            table: pi.db.rows(
                 f"SELECT to_jsonb(t) - %s::text[] FROM {table} t ORDER BY t.id", (list(written),)
             )
             for table, written in columns.items()
         }
 
-    before, rows = definitions(db, "public"), content()
-    assert agent.once().returncode == 1
-    assert backend.upload_status(call)[0] == "uploaded"
-    assert backend.upload_status(lost)[0] == "upload_failed"
-    after = definitions(db, "public")
+    before, rows = definitions(pi.db, "public"), content()
+    pi.once(code=1)
+    assert pi.backend.upload_status(call)[0] == "uploaded"
+    assert pi.backend.upload_status(lost)[0] == "upload_failed"
+    after = definitions(pi.db, "public")
     assert {key: after.get(key) for key in before} == before
     added = {(kind, name) for kind, name, _ in set(after) - set(before) if kind != "column"}
     ours = {("relation", INDEX), ("trigger", "serversync_wake")}
@@ -615,7 +573,7 @@ def test_backend_s_tables_change_only_as_the_contract_says(
     assert {each for each in added if not each[1].startswith("serversync_keys")} == ours
     assert content() == rows
     others = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' ORDER BY 1"
-    assert db.rows(others) == [("information_schema",), ("public",), ("serversync",)]
+    assert pi.db.rows(others) == [("information_schema",), ("public",), ("serversync",)]
 
 
 @pytest.mark.parametrize(
@@ -628,113 +586,100 @@ def test_backend_s_tables_change_only_as_the_contract_says(
         "DROP INDEX idx_sync_outbox_pending",
     ],
 )
-def test_database_that_is_not_complete_still_syncs(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend, damage: str
-) -> None:
-    call = backend.end_call()
-    db.execute(damage)
-    running = agent()
-    frontend.wait(lambda: not db.pending())
-    assert frontend.seqs() == call.seqs[:4]
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    later = backend.enqueue("recording", {"id": call.recording_id, "uploadStatus": "local_only"})
-    frontend.wait(lambda: later in frontend.seqs())
+def test_database_that_is_not_complete_still_syncs(pi: Pi, damage: str) -> None:
+    call = pi.backend.end_call()
+    pi.db.execute(damage)
+    running = pi.agent()
+    pi.wait_delivered()
+    assert pi.frontend.seqs() == call.seqs[:4]
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    later = pi.backend.enqueue("recording", {"id": call.recording_id, "uploadStatus": "local_only"})
+    pi.wait_entry(later)
     assert ("recordings" in damage) == bool(running.lines("there is no table recordings"))
     assert not running.lines("a cycle failed")
 
 
-def test_recordings_that_is_created_later_is_marked_without_a_restart(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
+def test_recordings_that_is_created_later_is_marked_without_a_restart(pi: Pi) -> None:
     """A bare outbox at first; then the table comes, and once more another one (a restore)."""
-    calls = [backend.end_call()]
-    db.execute("ALTER TABLE recordings RENAME TO not_yet")
-    running = agent()
-    frontend.wait(lambda: frontend.playable(calls[0].recording_id), what="the upload without it")
-    wait_until(lambda: not db.pending(), state=running.log)
+    calls = [pi.backend.end_call()]
+    pi.db.execute("ALTER TABLE recordings RENAME TO not_yet")
+    running = pi.agent()
+    pi.wait_file(calls[0])
+    pi.wait_delivered()
     for anew in (
         "ALTER TABLE not_yet RENAME TO recordings",
         "ALTER TABLE recordings RENAME TO gone; CREATE TABLE recordings (LIKE gone INCLUDING ALL)",
     ):
-        db.execute(anew)
-        calls.append(backend.end_call())
-        frontend.wait(lambda: frontend.playable(calls[-1].recording_id), what="the upload")
-        wait_until(lambda: not db.pending(), state=running.log)
-        url = frontend.file_url(frontend.files[calls[-1].call_log_id])
-        assert backend.upload_status(calls[-1]) == ("uploaded", url)
-    assert not failures(db) and not running.lines("a cycle failed")
+        pi.db.execute(anew)
+        calls.append(pi.backend.end_call())
+        pi.wait_file(calls[-1])
+        pi.wait_delivered()
+        url = pi.frontend.file_url(pi.frontend.files[calls[-1].call_log_id])
+        assert pi.backend.upload_status(calls[-1]) == ("uploaded", url)
+    assert not failures(pi.db) and not running.lines("a cycle failed")
     wait_until(lambda: not any(call.directory.exists() for call in calls), state=running.log)
 
 
-def test_ids_that_come_again_meet_no_old_letter_row_or_upload(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
+def test_ids_that_come_again_meet_no_old_letter_row_or_upload(pi: Pi) -> None:
     """TRUNCATE … RESTART IDENTITY: the entity tells a new entry from the old one of its id."""
     directories = []
     for name in ("old", "new"):
         dying, waits = (str(uuid.uuid4()) for _ in range(2))
-        frontend.poison[dying] = Reply(400, body={"error": name})
-        frontend.poison[waits] = Reply(500)
-        assert backend.enqueue("schedule", {"name": name}, dying) == 1
+        pi.frontend.poison[dying] = Reply(400, body={"error": name})
+        pi.frontend.poison[waits] = Reply(500)
+        assert pi.backend.enqueue("schedule", {"name": name}, dying) == 1
         if name == "old":
-            assert backend.enqueue(entity_id=waits) == 2
-        call = backend.end_call(recording=True)
+            assert pi.backend.enqueue(entity_id=waits) == 2
+        call = pi.backend.end_call(recording=True)
         directories.append(call.directory)
         if name == "new":
-            assert backend.enqueue(entity_id=waits) == 7
-        assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 1
-        assert frontend.playable(call.recording_id)
+            assert pi.backend.enqueue(entity_id=waits) == 7
+        pi.once(code=1, SYNC_DELETE_AFTER_SEC=3600)
+        assert pi.frontend.playable(call.recording_id)
         if name == "old":
-            assert list(failures(db)) == [2]
-            hold(db)
-            db.execute("TRUNCATE sync_outbox RESTART IDENTITY")
-    assert list(failures(db)) == [7]
-    letters = db.rows("SELECT outbox_id, payload->>'name', error_message, status"
+            assert list(failures(pi.db)) == [2]
+            hold(pi.db)
+            pi.db.execute("TRUNCATE sync_outbox RESTART IDENTITY")
+    assert list(failures(pi.db)) == [7]
+    letters = pi.db.rows("SELECT outbox_id, payload->>'name', error_message, status"
                       " FROM serversync.dead_letters ORDER BY created_at")  # fmt: skip
     assert [letter[:2] for letter in letters] == [(1, "old"), (1, "new")]
     assert "old" in letters[0][2] and "new" in letters[1][2]
-    frontend.poison.clear()
-    let_hours_pass(db)
-    assert agent.once(SYNC_DELETE_AFTER_SEC=0).returncode == 0
-    assert not db.pending() and not waiting(db) and not uploads(db)
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
+    pi.once(SYNC_DELETE_AFTER_SEC=0)
+    assert not pi.db.pending() and not waiting(pi.db) and not uploads(pi.db)
     assert not any(directory.exists() for directory in directories)
 
 
 @pytest.mark.parametrize("when", ["infinity", "-infinity", "4000-01-01 BC"])
-def test_an_entry_of_an_odd_time_blocks_nothing(
-    agent: AgentFactory, backend: Backend, db: Database, when: str
-) -> None:
-    seq = backend.enqueue()
-    db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
-    backend.enqueue()
-    assert agent.once().returncode == 0
-    assert not db.pending()
+def test_an_entry_of_an_odd_time_blocks_nothing(pi: Pi, when: str) -> None:
+    seq = pi.backend.enqueue()
+    pi.db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
+    pi.backend.enqueue()
+    pi.once()
+    assert not pi.db.pending()
 
 
-def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-    db.execute("revoke select on system_settings from voicebot")
-    end_session(db)
+def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(pi: Pi) -> None:
+    running = pi.idle()
+    pi.db.execute("revoke select on system_settings from voicebot")
+    end_session(pi.db)
     running.wait_log("lacks select on system_settings")
-    db.execute("grant select on system_settings to voicebot")
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), 60, "the entry")
+    pi.db.execute("grant select on system_settings to voicebot")
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq, timeout=60)
     assert running.running
 
 
-def test_trigger_that_somebody_disabled_stays_disabled_and_polling_goes_on(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    agent.once()
-    db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
-    agent(SYNC_POLL_INTERVAL_SEC=0.5).wait_sentence("all delivered")
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs())
+def test_trigger_that_somebody_disabled_stays_disabled_and_polling_goes_on(pi: Pi) -> None:
+    pi.agent.once()
+    pi.db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+    pi.idle(SYNC_POLL_INTERVAL_SEC=0.5)
+    seq = pi.backend.enqueue()
+    pi.wait_entry(seq)
     state = "SELECT tgenabled::text FROM pg_trigger WHERE tgname = 'serversync_wake'"
-    assert db.value(state) == "D"
+    assert pi.db.value(state) == "D"
 
 
 # -- results that cannot be written down, power cuts, clocks --------------------------------------
@@ -752,35 +697,33 @@ FULL_DISK = """
 """
 
 
-def test_a_result_that_cannot_be_recorded_is_kept_and_nothing_is_sent_before_it_is(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_a_result_that_cannot_be_recorded_is_kept_and_nothing_is_sent_before_it_is(pi: Pi) -> None:
     """Nor does a reload send it again, or begin a busy loop."""
-    backend.enqueue()
-    running = agent()
-    wait_until(lambda: not db.pending(), what="the first entry")
-    db.execute(FULL_DISK)
+    pi.backend.enqueue()
+    running = pi.agent()
+    pi.wait_delivered()
+    pi.db.execute(FULL_DISK)
 
-    unrecorded = backend.enqueue()
-    frontend.wait(lambda: unrecorded in frontend.seqs(), what="the entry that cannot be recorded")
+    unrecorded = pi.backend.enqueue()
+    pi.wait_entry(unrecorded)
     running.wait_log("a result cannot be recorded, nothing else is sent")
-    call = backend.end_call()
+    call = pi.backend.end_call()
     tries = "select last_value from tries_to_record"
-    wait_until(lambda: db.value(tries) >= 2, what="more tries to record it", timeout=60)
-    before = db.value(tries)
+    wait_until(lambda: pi.db.value(tries) >= 2, what="more tries to record it", timeout=60)
+    before = pi.db.value(tries)
     for number in (1, 2):
         running.hup()
         wait_until(lambda: len(running.lines("read again")) == number, what="a reload")  # noqa: B023
-    assert db.value(tries) - before < 50, "a busy loop"
-    assert db.pending() == [unrecorded, *call.seqs]
-    assert len(frontend.of_kind("entries")) == 2
-    assert not frontend.of_kind("file")
+    assert pi.db.value(tries) - before < 50, "a busy loop"
+    assert pi.db.pending() == [unrecorded, *call.seqs]
+    assert len(pi.frontend.of_kind("entries")) == 2
+    assert not pi.frontend.of_kind("file")
 
-    db.execute("drop trigger full_disk on serversync.deliveries")
-    wait_until(lambda: not db.pending(), timeout=60, what="everything", state=running.log)
-    assert frontend.seqs().count(unrecorded) == 1
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert not failures(db)
+    pi.db.execute("drop trigger full_disk on serversync.deliveries")
+    pi.wait_delivered(60)
+    assert pi.frontend.seqs().count(unrecorded) == 1
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not failures(pi.db)
 
 
 # Each confirmation ends the session that records it, at the first try.
@@ -798,73 +741,64 @@ DEADLY = """
 """
 
 
-def test_a_result_whose_session_ends_is_recorded_by_the_next_one(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    assert agent.once().returncode == 0  # makes the schema
-    db.execute(DEADLY)
-    call = backend.end_call()
-    assert agent.once().returncode == 0
-    assert db.value("select last_value from tries_to_record") == 4  # of entries, and of a file
-    assert not db.pending() and not uploads(db)
-    assert frontend.seqs() == call.seqs[:4]
-    assert frontend.files[call.call_log_id].count == 1
+def test_a_result_whose_session_ends_is_recorded_by_the_next_one(pi: Pi) -> None:
+    pi.once()  # makes the schema
+    pi.db.execute(DEADLY)
+    call = pi.backend.end_call()
+    pi.once()
+    assert pi.db.value("select last_value from tries_to_record") == 4  # of entries, and of a file
+    assert not pi.db.pending() and not uploads(pi.db)
+    assert pi.frontend.seqs() == call.seqs[:4]
+    assert pi.frontend.files[call.call_log_id].count == 1
 
 
-def test_a_mark_that_changes_nothing_is_said_and_nothing_is_sent_twice(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    assert agent.once().returncode == 0
-    with db.admin() as admin:
+def test_a_mark_that_changes_nothing_is_said_and_nothing_is_sent_twice(pi: Pi) -> None:
+    pi.once()
+    with pi.db.admin() as admin:
         admin.execute(
             "create function no() returns trigger language plpgsql as $$ begin return null; end $$"
         )
         admin.execute(
             "create trigger no before update on sync_outbox for each row execute function no()"
         )
-    seq = backend.enqueue()
-    running = agent()
+    seq = pi.backend.enqueue()
+    running = pi.agent()
     running.wait_log("marking an entry in sync_outbox changes nothing")
-    with db.admin() as admin:
+    with pi.db.admin() as admin:
         admin.execute("drop trigger no on sync_outbox")
-    wait_until(lambda: not db.pending(), 60, what="the mark", state=running.log)
-    assert frontend.seqs() == [seq]
+    pi.wait_delivered(60)
+    assert pi.frontend.seqs() == [seq]
 
 
-def test_a_power_cut_in_the_middle_of_an_upload_loses_nothing(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    call = backend.end_call(seconds=20)
-    frontend.read_rate = 100_000
-    cut = agent()
-    frontend.wait(lambda: frontend.of_kind("file")[0].received > 100_000, what="half an upload")
+def test_a_power_cut_in_the_middle_of_an_upload_loses_nothing(pi: Pi) -> None:
+    call = pi.backend.end_call(seconds=20)
+    pi.frontend.read_rate = 100_000
+    cut = pi.agent()
+    pi.frontend.wait(
+        lambda: pi.frontend.of_kind("file")[0].received > 100_000, what="half an upload"
+    )
     cut.kill()
-    db.cluster.restart("immediate")
+    pi.db.cluster.restart("immediate")
 
     assert call.wav.exists()
-    assert db.pending() == [call.seq("recording_file")]
-    assert backend.upload_status(call)[0] == "local_only"
-    frontend.read_rate = None
-    again = agent()
-    wait_until(lambda: not db.pending(), what="the upload", state=again.log)
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert frontend.files[call.call_log_id].count == 1
-    assert sorted(frontend.seqs()) == call.seqs[:-1]
-    assert backend.upload_status(call)[0] == "uploaded"
+    assert pi.db.pending() == [call.seq("recording_file")]
+    assert pi.backend.upload_status(call)[0] == "local_only"
+    pi.frontend.read_rate = None
+    again = pi.agent()
+    pi.wait_delivered()
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert pi.frontend.files[call.call_log_id].count == 1
+    assert sorted(pi.frontend.seqs()) == call.seqs[:-1]
+    assert pi.backend.upload_status(call)[0] == "uploaded"
     wait_until(lambda: not call.directory.exists(), what="the deletion", state=again.log)
 
 
 @pytest.mark.parametrize("shift", ["-20y", "+20y"])
 def test_an_agent_with_a_wrong_clock_delivers_and_deletes(
-    agent: AgentFactory,
-    backend: Backend,
-    frontend: Frontend,
-    db: Database,
-    libfaketime: Path,
-    shift: str,
+    pi: Pi, libfaketime: Path, shift: str
 ) -> None:
-    call = backend.end_call()
-    running = agent(
+    call = pi.backend.end_call()
+    running = pi.agent(
         LD_PRELOAD=libfaketime,
         FAKETIME=shift,
         FAKETIME_DONT_FAKE_MONOTONIC=1,
@@ -872,112 +806,105 @@ def test_an_agent_with_a_wrong_clock_delivers_and_deletes(
     )
 
     wait_until(lambda: not call.directory.exists(), what="the deletion", state=running.log)
-    assert frontend.files[call.call_log_id].sha256 == call.sha256
-    assert not db.pending()
-    assert backend.upload_status(call)[0] == "uploaded"
+    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
+    assert not pi.db.pending()
+    assert pi.backend.upload_status(call)[0] == "uploaded"
 
 
-def test_a_retry_that_is_due_in_years_counts_as_due_at_once(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    call = backend.end_call(recording=False, audio=False)
-    late = backend.end_call(meta=False)
-    assert agent.once().returncode == 75
-    assert list(failures(db)) == [late.seqs[-1]]
-    backend.write_meta(late)
+def test_a_retry_that_is_due_in_years_counts_as_due_at_once(pi: Pi) -> None:
+    call = pi.backend.end_call(recording=False, audio=False)
+    late = pi.backend.end_call(meta=False)
+    pi.once(code=75)
+    assert list(failures(pi.db)) == [late.seqs[-1]]
+    pi.backend.write_meta(late)
     # The database's clock was years ahead when this was written, and has been set right since.
-    db.execute("update serversync.waiting set next_attempt_at = now() + interval '20 years'")
+    pi.db.execute("update serversync.waiting set next_attempt_at = now() + interval '20 years'")
 
-    assert agent.once().returncode == 0
-    assert frontend.files[late.call_log_id].sha256 == late.sha256
-    assert frontend.received(call.call_log_id)
+    pi.once()
+    assert pi.frontend.files[late.call_log_id].sha256 == late.sha256
+    assert pi.frontend.received(call.call_log_id)
 
 
-def test_a_clock_that_jumps_ahead_by_days_uses_up_no_patience(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_a_clock_that_jumps_ahead_by_days_uses_up_no_patience(pi: Pi) -> None:
     """Between two looks ten minutes count at most, whatever the database's clock says."""
-    entity = str(uuid.uuid4())
-    frontend.poison[entity] = Reply(500)
-    bad = backend.enqueue(entity_id=entity)
-    agent.once()
-    for _ in range(8):
+    limits: dict[str, Any] = {"SYNC_RETRY_MAX": 3, "SYNC_RETRY_HOURS": 24}
+    bad = pi.poisoned(Reply(500))
+    pi.agent.once(**limits)
+    for _ in range(3):
         for _ in range(3):
-            backend.enqueue()
-        hold(db)
-        agent.once()
-        db.execute("update serversync.waiting set updated_at = updated_at - interval '9 days'")
-        let_hours_pass(db)
-        assert agent.once().returncode == 75
-    row = waiting(db)[bad]
-    assert row["attempts"] >= 8
-    assert 8 * 600 - 60 < row["waited"] < 8 * 600 + 600
-    assert not dead(db)
+            pi.backend.enqueue()
+        hold(pi.db)
+        pi.agent.once(**limits)
+        pi.db.execute("update serversync.waiting set updated_at = updated_at - interval '9 days'")
+        let_hours_pass(pi.db)
+        pi.once(code=75, **limits)
+    row = waiting(pi.db)[bad]
+    assert row["attempts"] >= 3
+    assert 3 * 600 - 60 < row["waited"] < 3 * 600 + 600
+    assert not dead(pi.db)
 
 
 # -- rows that others delete ---------------------------------------------------------------------
 
 
-def aside(agent: AgentFactory, backend: Backend, frontend: Frontend) -> tuple[Agent, str, int]:
+def aside(pi: Pi) -> tuple[Agent, str, int]:
     """A running agent, and an entity whose entry waits after a failure."""
     entity = "11111111-1111-4111-8111-111111111111"
-    frontend.poison[entity] = Reply(500)
-    seq = backend.enqueue(entity_id=entity)
-    running = agent()
-    wait_until(lambda: seq in failures(backend.db), what="the failure", state=running.log)
+    pi.frontend.poison[entity] = Reply(500)
+    seq = pi.backend.enqueue(entity_id=entity)
+    running = pi.agent()
+    wait_until(lambda: seq in failures(pi.backend.db), what="the failure", state=running.log)
     return running, entity, seq
 
 
-def test_failure_whose_row_was_deleted_by_others_does_not_block_its_entity(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM sync_outbox WHERE id = %s",
+        "UPDATE sync_outbox SET processed_at = now() WHERE id = %s",
+    ],
+    ids=["deleted", "marked"],
+)
+def test_failure_whose_row_others_deleted_or_marked_is_over_and_blocks_no_entity(
+    pi: Pi, statement: str
 ) -> None:
-    _, entity, seq = aside(agent, backend, frontend)
-    db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
-    frontend.poison.clear()
-    later = backend.enqueue(entity_id=entity)
-    frontend.wait(lambda: later in frontend.seqs(), what="the next entry of the entity")
-    assert seq not in frontend.seqs()
+    running, entity, seq = aside(pi)
+    pi.db.execute(statement, (seq,))
+    pi.frontend.poison.clear()
+    later = pi.backend.enqueue(entity_id=entity)
+    pi.wait_entry(later)
+    running.stop()
+    pi.once()
+    assert pi.frontend.seqs() == [later]
+    assert failures(pi.db) == {} and dead(pi.db) == {}
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["entry", "recording"])
 def test_failure_whose_row_was_deleted_by_others_does_not_spin_and_is_dropped(
-    is_file: bool, agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
+    pi: Pi, is_file: bool
 ) -> None:
-    running, _, seq = aside(agent, backend, frontend)
+    running, _, seq = aside(pi)
     if is_file:
-        db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (seq,))
-        frontend.on_file = lambda _: Reply(500)
-        seq = backend.end_call().seqs[-1]
-        wait_until(lambda: seq in failures(db), what="the failure", state=running.log)
-    db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
-    let_hours_pass(db)
-    asked = len(frontend.requests)
+        pi.db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (seq,))
+        pi.frontend.on_file = lambda _: Reply(500)
+        seq = pi.backend.end_call().seqs[-1]
+        wait_until(lambda: seq in failures(pi.db), what="the failure", state=running.log)
+    pi.db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
+    let_hours_pass(pi.db)
+    asked = len(pi.frontend.requests)
     count = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
     # A session's numbers arrive with a delay of a second, and with its next statement: ours, too.
     began = time.monotonic()
     wait_until(lambda: time.monotonic() - began > 1.5)
-    db.value(count)
+    pi.db.value(count)
     wait_until(lambda: time.monotonic() - began > 3)
-    before = db.value(count)
-    wait_until(lambda: time.monotonic() - began > 6)
-    assert db.value(count) - before < 20
-    assert len(frontend.requests) == asked
+    before = pi.db.value(count)
+    wait_until(lambda: time.monotonic() - began > 4.5)
+    assert pi.db.value(count) - before < 20
+    assert len(pi.frontend.requests) == asked
     running.stop()
-    assert agent.once().returncode == 0
-    assert failures(db) == {}
-
-
-def test_failure_whose_row_was_marked_by_hand_is_over(
-    agent: AgentFactory, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    running, entity, seq = aside(agent, backend, frontend)
-    db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (seq,))
-    frontend.poison.clear()
-    later = backend.enqueue(entity_id=entity)
-    frontend.wait(lambda: later in frontend.seqs(), 5)
-    running.stop()
-    assert agent.once().returncode == 0
-    assert failures(db) == {} and dead(db) == {}
+    pi.once()
+    assert failures(pi.db) == {}
 
 
 # -- pruning -------------------------------------------------------------------------------------
@@ -992,10 +919,16 @@ agent = serversync.Agent(config, process, lambda **_: "", False)
 agent.hold()
 house = agent.housekeeping
 """
+# As often as the agent would without a pause; when it would have been due, and is again.
 PRUNE = """
-early, house.prune_due = house.prune_due, 0.0
-house.step(time.monotonic(), ())
-print(round(early - time.monotonic()), round(house.prune_due - time.monotonic()))
+for _ in range({times}):
+    house.close()  # it rests no more
+    early, house.prune_due = house.prune_due, 0.0
+    house.step(time.monotonic(), ())
+    again = round(house.prune_due - time.monotonic())
+    print(round(early - time.monotonic()), again)
+    if again > 2:
+        break
 """
 
 
@@ -1037,19 +970,17 @@ def test_a_result_that_could_not_be_recorded_is_thrown_away_after_another_sender
     assert by_hand(agent, RECORD + BETWEEN + AGAIN) == ["tried", "stuck", "0"]
 
 
-def prune(agent: AgentFactory, **overrides: object) -> tuple[int, int]:
+def prune(agent: AgentFactory, times: int = 1, **overrides: object) -> tuple[int, int]:
     """Prune now; in how many seconds it would have been due, and is again."""
-    first, again = map(int, by_hand(agent, PRUNE, **overrides))
+    *_, first, again = map(int, by_hand(agent, PRUNE.format(times=times), **overrides))
     return first, again
 
 
 def prune_all(agent: AgentFactory) -> int:
-    """Prune as often as the agent would without a pause; when it is due again."""
-    for _ in range(6):
-        again = prune(agent)[1]
-        if again > 2:
-            return again
-    raise AssertionError("it never ends")
+    """Prune to the end; when it is due again."""
+    again = prune(agent, 6)[1]
+    assert again > 2, "it never ends"
+    return again
 
 
 def age(db: Database, seqs: list[int], days: float) -> None:
@@ -1066,105 +997,93 @@ def age(db: Database, seqs: list[int], days: float) -> None:
     )
 
 
-def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    first = backend.enqueue()
-    assert agent.once().returncode == 0
-    old, recent = backend.enqueue(), backend.enqueue()
-    assert agent.once().returncode == 0
-    pending = backend.enqueue()
-    age(db, [first, old, pending], 4000)
-    assert 200 < prune(agent, SYNC_RETENTION_DAYS=0)[0] <= 300  # not in the first five minutes
-    db.execute(
+def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(pi: Pi) -> None:
+    first = pi.backend.enqueue()
+    pi.once()
+    old, recent = pi.backend.enqueue(), pi.backend.enqueue()
+    pi.once()
+    pending = pi.backend.enqueue()
+    age(pi.db, [first, old, pending], 4000)
+    assert 200 < prune(pi.agent, SYNC_RETENTION_DAYS=0)[0] <= 300  # not in the first five minutes
+    pi.db.execute(
         "INSERT INTO serversync.deliveries (kind, first_seq, last_seq, entries, bytes, outcome,"
         " started_at, duration_ms) VALUES ('entries', %s, %s, 1, 1, 'old', '2020-01-01', 1)",
         (old, old),
     )
-    assert 86000 < prune_all(agent) <= 86400  # and then once a day
-    kept = [row[0] for row in db.rows("SELECT id FROM sync_outbox ORDER BY id")]
+    assert 86000 < prune_all(pi.agent) <= 86400  # and then once a day
+    kept = [row[0] for row in pi.db.rows("SELECT id FROM sync_outbox ORDER BY id")]
     assert kept == [recent, pending]
     # The old receipt was the last one written, but pruning goes by time.
-    assert db.rows("SELECT outcome, last_seq FROM serversync.deliveries") == [("sent", recent)]
+    assert pi.db.rows("SELECT outcome, last_seq FROM serversync.deliveries") == [("sent", recent)]
 
 
-def test_rows_of_types_that_are_kept_are_never_pruned_by_the_service_or_by_a_person(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
+def test_rows_of_types_that_are_kept_are_never_pruned_by_the_service_or_by_a_person(pi: Pi) -> None:
     keep: dict[str, Any] = {"SYNC_RETENTION_KEEP": "order, payment", "SYNC_RETENTION_DAYS": 7}
     kinds = ["order", "schedule", "payment", "schedule"]
-    seqs = [backend.enqueue(kind) for kind in kinds]
-    assert agent.once().returncode == 0
-    age(db, seqs, 40)
-    newest = backend.enqueue()
-    assert agent.once().returncode == 0
-    prune(agent, **keep)
+    seqs = [pi.backend.enqueue(kind) for kind in kinds]
+    pi.once()
+    age(pi.db, seqs, 40)
+    newest = pi.backend.enqueue()
+    pi.once()
+    prune(pi.agent, **keep)
     left = "SELECT id FROM sync_outbox ORDER BY id"
-    assert [row[0] for row in db.rows(left)] == [seqs[0], seqs[2], newest]
-    assert "0 rows" in agent.once("prune", **keep).stdout
-    assert agent.once("prune", "--yes", **keep).returncode == 0
-    assert [row[0] for row in db.rows(left)] == [seqs[0], seqs[2], newest]
+    assert [row[0] for row in pi.db.rows(left)] == [seqs[0], seqs[2], newest]
+    assert "0 rows" in pi.agent.once("prune", **keep).stdout
+    pi.once("prune", "--yes", **keep)
+    assert [row[0] for row in pi.db.rows(left)] == [seqs[0], seqs[2], newest]
 
 
-def test_pruning_goes_in_chunks_of_a_thousand(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    first, last = backend.enqueue_many(1500)
-    assert agent.once(SYNC_BATCH_SIZE=1000).returncode == 0
-    age(db, list(range(first, last + 1)), 40)
-    assert prune(agent)[1] <= 2
-    assert db.value("SELECT count(*) FROM sync_outbox") == 500
+def test_pruning_goes_in_chunks_of_a_thousand(pi: Pi) -> None:
+    first, last = pi.backend.enqueue_many(1500)
+    pi.once(SYNC_BATCH_SIZE=1000)
+    age(pi.db, list(range(first, last + 1)), 40)
+    assert prune(pi.agent)[1] <= 2
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 500
     # What tells how far the old rows reach stays until they are gone.
-    assert len(receipts(db)) == 2
-    assert prune(agent, SYNC_RETENTION_DAYS=0)[1] <= 0  # keep: nothing happens
-    assert db.value("SELECT count(*) FROM sync_outbox") == 500
-    prune_all(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == 0 and receipts(db) == []
+    assert len(receipts(pi.db)) == 2
+    assert prune(pi.agent, SYNC_RETENTION_DAYS=0)[1] <= 0  # keep: nothing happens
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 500
+    prune_all(pi.agent)
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 0 and receipts(pi.db) == []
 
 
-def test_receipts_are_pruned_although_every_day_brings_old_rows(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
+def test_receipts_are_pruned_although_every_day_brings_old_rows(pi: Pi) -> None:
     for _ in range(3):
-        seq = backend.enqueue()
-        assert agent.once().returncode == 0
-        age(db, [seq], 40)
-        backend.enqueue()
-        assert agent.once().returncode == 0
-        prune_all(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 3
+        seq = pi.backend.enqueue()
+        pi.once()
+        age(pi.db, [seq], 40)
+        pi.backend.enqueue()
+        pi.once()
+        prune_all(pi.agent)
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == len(receipts(pi.db)) == 3
 
 
-def test_rows_of_dead_letters_are_pruned_and_the_letters_stay(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_rows_of_dead_letters_are_pruned_and_the_letters_stay(pi: Pi) -> None:
     entity = str(uuid.uuid4())
-    frontend.rejected[entity] = "SCHEMA"
-    old = backend.enqueue(entity_id=entity)
-    assert agent.once().returncode == 1
-    age(db, [old], 40)
-    db.execute("UPDATE serversync.dead_letters SET created_at = created_at - interval '40 days'")
-    backend.enqueue()
-    assert agent.once().returncode == 0
-    prune_all(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == 1
-    assert list(dead(db)) == [old]
+    pi.frontend.rejected[entity] = "SCHEMA"
+    old = pi.backend.enqueue(entity_id=entity)
+    pi.once(code=1)
+    age(pi.db, [old], 40)
+    pi.db.execute("UPDATE serversync.dead_letters SET created_at = created_at - interval '40 days'")
+    pi.backend.enqueue()
+    pi.once()
+    prune_all(pi.agent)
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 1
+    assert list(dead(pi.db)) == [old]
 
 
-def test_pruning_waits_while_the_clock_is_earlier_than_the_last_receipt(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    old = backend.enqueue()
-    assert agent.once().returncode == 0
-    last = backend.enqueue()
-    assert agent.once().returncode == 0
-    age(db, [old], 40)
-    age(db, [last], -1)
-    prune_all(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 2
-    age(db, [last], 1)
-    prune_all(agent)
-    assert db.value("SELECT count(*) FROM sync_outbox") == len(receipts(db)) == 1
+def test_pruning_waits_while_the_clock_is_earlier_than_the_last_receipt(pi: Pi) -> None:
+    old = pi.backend.enqueue()
+    pi.once()
+    last = pi.backend.enqueue()
+    pi.once()
+    age(pi.db, [old], 40)
+    age(pi.db, [last], -1)
+    prune_all(pi.agent)
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == len(receipts(pi.db)) == 2
+    age(pi.db, [last], 1)
+    prune_all(pi.agent)
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == len(receipts(pi.db)) == 1
 
 
 # -- a call that comes with something else -------------------------------------------------------
@@ -1189,71 +1108,40 @@ def test_a_notify_that_comes_with_the_answer_to_a_statement_is_heard_before_the_
     assert by_hand(agent, CALLED) == ["False"]
 
 
-# -- serversync_enqueue --------------------------------------------------------------------------
-
-ENQUEUE = "SELECT serversync_enqueue('schedule', %(id)s, %(payload)s::jsonb, %(key)s)"
-
-
-def test_enqueue_with_the_same_key_ten_times_is_one_row(
-    agent: AgentFactory, db: Database, frontend: Frontend
-) -> None:
-    agent.once()
-    entity = "22222222-2222-4222-8222-222222222222"
-    params = {"id": entity, "key": "order-1"}
-    seqs = {
-        db.value(ENQUEUE, {**params, "payload": payload})
-        for payload in ['{"a": 1, "b": 2}', '{"b":2,  "a":1}'] * 5  # the same in canonical JSON
-    }
-    assert db.pending() == list(seqs) and len(seqs) == 1
-    with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"):
-        db.execute(ENQUEUE, {**params, "payload": '{"a": 2}'})
-    assert agent.once().returncode == 0
-    assert db.value(ENQUEUE, {**params, "payload": '{"a": 1, "b": 2}'}) in seqs
-    assert len(frontend.received(entity)) == 1
-    db.execute("UPDATE serversync_keys SET expires_at = now() - interval '1 s'")
-    assert db.value(ENQUEUE, {**params, "payload": '{"a": 2}'}) not in seqs
-
-
-def test_enqueue_without_a_key_makes_a_row_each_time(agent: AgentFactory, db: Database) -> None:
-    agent.once()
-    params = {"id": "22222222-2222-4222-8222-222222222222", "payload": "{}", "key": None}
-    seqs = [db.value(ENQUEUE, params) for _ in range(3)]
-    assert db.pending() == seqs
-
-
 # -- exit codes ----------------------------------------------------------------------------------
 
 
-def test_once_ends_with_0_when_all_is_through(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+@pytest.mark.parametrize(
+    ("entries", "code", "again"),
+    [
+        ("", 0, 0),  # nothing to do is done
+        ("sent sent", 0, 0),
+        ("sent dead", 1, 0),  # it is said once
+        ("sent sent sent waits", 75, 75),
+        ("dead sent waits sent", 1, 75),
+    ],
+)
+def test_once_ends_with_what_became_of_the_entries(
+    pi: Pi, entries: str, code: int, again: int
 ) -> None:
-    call = backend.end_call()
-    assert agent.once().returncode == 0
-    assert frontend.playable(call.recording_id) and not db.pending()
-    assert agent.once().returncode == 0  # nothing to do is done
+    replies = {"dead": Reply(400, body={"error": "no"}), "waits": Reply(500)}
+    seqs: dict[str, list[int]] = {"sent": [], "dead": [], "waits": []}
+    for kind in entries.split():
+        reply = replies.get(kind)
+        seqs[kind].append(pi.poisoned(reply) if reply else pi.backend.enqueue())
+    pi.once(code=code)
+    assert pi.frontend.seqs() == seqs["sent"]
+    assert dead(pi.db) == dict.fromkeys(seqs["dead"], "BAD_REQUEST")
+    assert pi.db.pending() == list(failures(pi.db)) == seqs["waits"]
+    pi.once(code=again)
 
 
-def test_once_ends_with_1_when_dead_letters_were_made(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    entity = "33333333-3333-4333-8333-333333333333"
-    frontend.poison[entity] = Reply(400, body={"error": "no"})
-    backend.enqueue()
-    seq = backend.enqueue(entity_id=entity)
-    assert agent.once().returncode == 1
-    assert dead(db) == {seq: "BAD_REQUEST"}
-    assert agent.once().returncode == 0  # it was said once
-
-
-def test_once_ends_with_69_without_a_frontend(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    seqs = [backend.enqueue(), backend.enqueue()]
-    frontend.stop()
-    ended = agent.once()
-    assert ended.returncode == 69
+def test_once_ends_with_69_without_a_frontend(pi: Pi) -> None:
+    seqs = [pi.backend.enqueue(), pi.backend.enqueue()]
+    pi.frontend.stop()
+    ended = pi.once(code=69)
     assert "cannot be reached" in ended.stderr
-    assert db.pending() == seqs and failures(db) == {}
+    assert pi.db.pending() == seqs and failures(pi.db) == {}
 
 
 def test_once_ends_with_69_without_a_database(agent: AgentFactory, db: Database) -> None:
@@ -1262,62 +1150,32 @@ def test_once_ends_with_69_without_a_database(agent: AgentFactory, db: Database)
     assert "no_such_database" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_once_ends_with_69_on_a_database_that_is_not_the_backend_s(
-    agent: AgentFactory, db: Database
-) -> None:
-    db.execute("DROP TABLE sync_outbox")
-    ended = agent.once()
-    assert ended.returncode == 69
+def test_once_ends_with_69_on_a_database_that_is_not_the_backend_s(pi: Pi) -> None:
+    pi.db.execute("DROP TABLE sync_outbox")
+    ended = pi.once(code=69)
     assert "sync_outbox" in ended.stderr
-    assert db.value("SELECT to_regnamespace('serversync')") is None
+    assert pi.db.value("SELECT to_regnamespace('serversync')") is None
 
 
-def test_once_ends_with_75_while_another_agent_holds_the_lock(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    agent().wait_sentence("all delivered")
-    ended = agent.once()
-    assert ended.returncode == 75
+def test_once_ends_with_75_while_another_agent_holds_the_lock(pi: Pi) -> None:
+    pi.idle()
+    ended = pi.once(code=75)
     assert "another agent" in ended.stderr
 
 
-def test_once_ends_with_75_when_something_still_waits(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    entity = "44444444-4444-4444-8444-444444444444"
-    frontend.poison[entity] = Reply(500)
-    good = [backend.enqueue() for _ in range(3)]
-    bad = backend.enqueue(entity_id=entity)
-    assert agent.once().returncode == 75
-    assert db.pending() == [bad] and frontend.seqs() == good
-
-
-def test_once_ends_with_1_when_there_are_dead_letters_and_something_waits(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    for number, status in ((5, 400), (6, 500)):
-        entity = f"{number}5555555-5555-4555-8555-555555555555"
-        frontend.poison[entity] = Reply(status, body={"error": "no"})
-        backend.enqueue(entity_id=entity)
-        backend.enqueue()
-    assert agent.once().returncode == 1
-
-
-def test_once_ends_with_69_when_there_are_dead_letters_and_an_outage(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_once_ends_with_69_when_there_are_dead_letters_and_an_outage(pi: Pi) -> None:
     entity = "77777777-7777-4777-8777-777777777777"
-    frontend.on_entries = lambda request: (
+    pi.frontend.on_entries = lambda request: (
         Reply(400, body={"error": "no"})
         if [entry["entityId"] for entry in request.entries] == [entity]
         else Reply(500)
         if request.entries
         else None
     )
-    backend.enqueue(entity_id=entity)
-    backend.enqueue_many(30)
-    assert agent.once().returncode == 69
-    assert list(dead(db).values()) == ["BAD_REQUEST"]
+    pi.backend.enqueue(entity_id=entity)
+    pi.backend.enqueue_many(30)
+    pi.once(code=69)
+    assert list(dead(pi.db).values()) == ["BAD_REQUEST"]
 
 
 @pytest.mark.parametrize("command", ["once", "run"])
