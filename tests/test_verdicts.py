@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from agent import AgentFactory
-from backend import Backend
 from frontend import Frontend, Hook, Reply, Request, script
 from ledger import counter, dead_letters, entity_of, hold, let_hours_pass, receipts, waiting
-from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 HTML = "<html><body>Welcome to the hotel's wireless network</body></html>"
@@ -116,48 +114,44 @@ rows = pytest.mark.parametrize
 
 
 @rows("row", SENT, ids=str)
-def test_an_entry_that_the_frontend_has_is_sent(
-    row: Row, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue()
-    frontend.on_entries = lambda _: row.reply
-    assert agent.once().returncode == DONE
-    assert not db.pending()
-    assert [receipt["outcome"] for receipt in receipts(db)] == [row.code]
-    backend.enqueue_many(100)
-    assert agent.once().returncode == DONE
-    assert not db.pending()
-    assert [receipt["entries"] for receipt in receipts(db)] == [1, 100]
-    assert len(frontend.requests) == 2
+def test_an_entry_that_the_frontend_has_is_sent(pi: Pi, row: Row) -> None:
+    pi.backend.enqueue()
+    pi.frontend.on_entries = lambda _: row.reply
+    pi.once(code=DONE)
+    assert not pi.db.pending()
+    assert [receipt["outcome"] for receipt in receipts(pi.db)] == [row.code]
+    pi.backend.enqueue_many(100)
+    pi.once(code=DONE)
+    assert not pi.db.pending()
+    assert [receipt["entries"] for receipt in receipts(pi.db)] == [1, 100]
+    assert len(pi.frontend.requests) == 2
 
 
 @rows("row", DEAD, ids=str)
-def test_an_entry_at_fault_dies_and_the_rest_of_its_batch_arrives(
-    row: Row, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    alone, among = _alone_and_among_a_hundred(row, PERSON, db, frontend, backend, agent)
-    letters = dead_letters(db)
+def test_an_entry_at_fault_dies_and_the_rest_of_its_batch_arrives(pi: Pi, row: Row) -> None:
+    alone, among = _alone_and_among_a_hundred(pi, row, PERSON)
+    letters = dead_letters(pi.db)
     assert list(letters) == [alone, among]
     for letter in letters.values():
         assert letter["error_code"] == row.code
         assert letter["http_status"] == row.reply.status
-    assert not db.pending()
-    assert not waiting(db)
+    assert not pi.db.pending()
+    assert not waiting(pi.db)
 
 
 @rows("row", SUSPECT, ids=str)
 def test_a_suspect_entry_waits_uncharged_and_the_rest_of_its_batch_arrives(
-    row: Row, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, row: Row
 ) -> None:
-    alone, among = _alone_and_among_a_hundred(row, LATER, db, frontend, backend, agent)
-    failures = waiting(db)
-    assert list(failures) == db.pending() == [alone, among]
+    alone, among = _alone_and_among_a_hundred(pi, row, LATER)
+    failures = waiting(pi.db)
+    assert list(failures) == pi.db.pending() == [alone, among]
     for failure in failures.values():
         assert failure["code"] == row.code
         assert failure["http_status"] == (None if row.code == "NETWORK_RESET" else _status(row))
     # Not charged at first; a short first backoff may have made it due again in the same cycle.
     assert failures[among]["attempts"] < failures[among]["tries"]
-    assert not dead_letters(db)
+    assert not dead_letters(pi.db)
 
 
 def _status(row: Row) -> int | None:
@@ -165,36 +159,28 @@ def _status(row: Row) -> int | None:
     return None if row.reply.raw is not None or row.reply.stall else row.reply.status
 
 
-def _alone_and_among_a_hundred(
-    row: Row,
-    code: int,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
-) -> tuple[int, int]:
+def _alone_and_among_a_hundred(pi: Pi, row: Row, code: int) -> tuple[int, int]:
     """First one bad entry, then another one in the middle of a hundred; both seqs."""
 
     def bad() -> int:
-        seq = backend.enqueue()
-        entity = entity_of(db, seq)
-        frontend.poison[entity] = row.reply
+        seq = pi.backend.enqueue()
+        entity = entity_of(pi.db, seq)
+        pi.frontend.poison[entity] = row.reply
         return seq
 
     alone = bad()
-    done = agent.once(SYNC_TIMEOUT_SEC=row.timeout)
-    assert done.returncode == code
+    done = pi.once(code=code, SYNC_TIMEOUT_SEC=row.timeout)
     assert "Traceback" not in done.stderr
-    assert not frontend.entries
-    hold(db)
-    first, last = backend.enqueue_many(36)
+    assert not pi.frontend.entries
+    hold(pi.db)
+    first, last = pi.backend.enqueue_many(36)
     among = bad()
-    backend.enqueue_many(63)
-    asked = len(frontend.requests)
-    assert agent.once(SYNC_TIMEOUT_SEC=row.timeout).returncode == code
-    assert frontend.seqs() == [*range(first, last + 1), *range(among + 1, among + 64)]
+    pi.backend.enqueue_many(63)
+    asked = len(pi.frontend.requests)
+    pi.once(code=code, SYNC_TIMEOUT_SEC=row.timeout)
+    assert pi.frontend.seqs() == [*range(first, last + 1), *range(among + 1, among + 64)]
     # A hundred, its halves and so on down to one; a reset on a reused connection is tried twice.
-    assert len(frontend.requests) - asked <= 2 * 16
+    assert len(pi.frontend.requests) - asked <= 2 * 16
     return alone, among
 
 
@@ -210,137 +196,119 @@ def _alone_and_among_a_hundred(
     ids=str,
 )
 def test_a_409_with_our_own_key_means_that_the_frontend_has_it_unless_it_says_more(
-    words: dict[str, Any],
-    sent: bool,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, words: dict[str, Any], sent: bool
 ) -> None:
     """Beside a word of trouble it may mean that the first one is still under way."""
-    backend.enqueue()
-    frontend.on_entries = to_entries(
+    pi.backend.enqueue()
+    pi.frontend.on_entries = to_entries(
         lambda request: Reply(
             409, {}, {"idempotencyKey": request.headers["Idempotency-Key"], **words}
         )
     )
-    assert agent.once().returncode == (DONE if sent else LATER)
-    assert db.pending() == ([] if sent else [1])
-    assert counter(db, "sent_as", "conflict_processed") == sent
-    assert [row["code"] for row in waiting(db).values()] == ([] if sent else ["CONFLICT"])
+    pi.once(code=DONE if sent else LATER)
+    assert pi.db.pending() == ([] if sent else [1])
+    assert counter(pi.db, "sent_as", "conflict_processed") == sent
+    assert [row["code"] for row in waiting(pi.db).values()] == ([] if sent else ["CONFLICT"])
 
 
 @rows("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_never_followed_and_the_token_goes_nowhere_else(
-    status: int,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
-    tmp_path: Path,
+    pi: Pi, status: int, tmp_path: Path
 ) -> None:
-    backend.enqueue()
+    pi.backend.enqueue()
     with Frontend(tmp_path / "elsewhere") as elsewhere:
-        frontend.on_entries = lambda request: Reply(
+        pi.frontend.on_entries = lambda request: Reply(
             status, {"Location": elsewhere.url + request.path}
         )
-        assert agent.once(SYNC_TOKEN="secret-token").returncode == UNAVAILABLE
+        pi.once(code=UNAVAILABLE, SYNC_TOKEN="secret-token")
     assert not elsewhere.connections
-    assert [request.kind for request in frontend.requests] == ["entries", "empty"]
-    assert db.pending() == [1]
+    assert [request.kind for request in pi.frontend.requests] == ["entries", "empty"]
+    assert pi.db.pending() == [1]
 
 
 # --- outages that show themselves at once -----------------------------------------------------
 
 
 @rows("count", [1, 100])
-def test_a_refused_connection_is_an_outage_and_nobodys_fault(
-    count: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(count)
-    frontend.stop()
-    done = agent.once()
-    assert done.returncode == UNAVAILABLE
+def test_a_refused_connection_is_an_outage_and_nobodys_fault(pi: Pi, count: int) -> None:
+    pi.backend.enqueue_many(count)
+    pi.frontend.stop()
+    done = pi.once(code=UNAVAILABLE)
     assert (
         len([line for line in done.stderr.splitlines() if "outage, nothing is lost" in line]) == 1
     )
     assert "is retried" not in done.stderr
-    assert not waiting(db)
-    frontend.start()
-    assert agent.once().returncode == DONE
-    assert frontend.seqs() == list(range(1, count + 1))
+    assert not waiting(pi.db)
+    pi.frontend.start()
+    pi.once(code=DONE)
+    assert pi.frontend.seqs() == list(range(1, count + 1))
 
 
 @rows("url", ["http://frontend.invalid", "http://127.0.0.1:1"])
-def test_a_frontend_that_cannot_be_found_is_an_outage(
-    url: str, db: Database, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(100)
-    done = agent.once(FRONTEND_BASE_URL=url, SYNC_TIMEOUT_SEC=5)
-    assert done.returncode == UNAVAILABLE
+def test_a_frontend_that_cannot_be_found_is_an_outage(pi: Pi, url: str) -> None:
+    pi.backend.enqueue_many(100)
+    done = pi.once(code=UNAVAILABLE, FRONTEND_BASE_URL=url, SYNC_TIMEOUT_SEC=5)
     assert "cannot be reached" in done.stderr
-    assert not waiting(db)
-    assert not dead_letters(db)
+    assert not waiting(pi.db)
+    assert not dead_letters(pi.db)
 
 
-def test_a_tls_failure_is_an_outage_and_names_its_own_reason(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(100)
-    done = agent.once(FRONTEND_BASE_URL=frontend.url.replace("http:", "https:"))
-    assert done.returncode == UNAVAILABLE
+def test_a_tls_failure_is_an_outage_and_names_its_own_reason(pi: Pi) -> None:
+    pi.backend.enqueue_many(100)
+    done = pi.once(code=UNAVAILABLE, FRONTEND_BASE_URL=pi.frontend.url.replace("http:", "https:"))
     assert "TLS" in done.stderr
     assert "clock" not in done.stderr
-    assert not waiting(db)
+    assert not waiting(pi.db)
 
 
 @rows("limit", [0, 14], ids=["everything", "all but the empty request"])
 def test_a_proxy_that_finds_everything_too_large_is_an_outage_and_nothing_dies(
-    limit: int, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, limit: int
 ) -> None:
-    call = backend.end_call(seconds=0.01)
-    backend.enqueue_many(40)
-    pending = db.pending()
-    frontend.on_head = lambda request: (
+    call = pi.backend.end_call(seconds=0.01)
+    pi.backend.enqueue_many(40)
+    pending = pi.db.pending()
+    pi.frontend.on_head = lambda request: (
         Reply(413, {"Connection": "close"}, HTML) if request.length > limit else None
     )
     for _ in range(2):
-        done = agent.once()
-        assert done.returncode == UNAVAILABLE
+        done = pi.once(code=UNAVAILABLE)
         told = next(line for line in done.stderr.splitlines() if "outage, nothing is lost" in line)
         assert re.search(r"client_max_body_size\): HTTP 413 to [1-9]\d* bytes", told)
-        let_hours_pass(db, hours=30)
-    assert db.pending() == pending
-    assert not dead_letters(db)
-    assert backend.upload_status(call)[0] == "local_only"
-    frontend.on_head = None
-    assert agent.once().returncode == DONE
-    assert call.call_log_id in frontend.files
-    assert sorted(frontend.seqs()) == [seq for seq in pending if seq != call.seq("recording_file")]
+        let_hours_pass(pi.db, hours=30)
+    assert pi.db.pending() == pending
+    assert not dead_letters(pi.db)
+    assert pi.backend.upload_status(call)[0] == "local_only"
+    pi.frontend.on_head = None
+    pi.once(code=DONE)
+    assert call.call_log_id in pi.frontend.files
+    assert sorted(pi.frontend.seqs()) == [
+        seq for seq in pending if seq != call.seq("recording_file")
+    ]
 
 
 @rows("refusal", [Reply(500, {}, {"error": "no"}), Reply(400, {}, HTML)], ids=["500", "400"])
 def test_a_frontend_that_refuses_the_empty_request_gets_everything_all_the_same(
-    refusal: Reply, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, refusal: Reply
 ) -> None:
-    backend.enqueue_many(30)
-    poison = backend.enqueue()
-    call = backend.end_call(seconds=0.01)
-    frontend.on_entries = lambda request: None if request.entries else refusal
-    frontend.poison[entity_of(db, poison)] = Reply(500, {}, {"error": "boom"})
-    running = agent()
-    wait_until(lambda: db.pending() == [poison], what="all others", state=running.log)
-    assert call.call_log_id in frontend.files
+    pi.backend.enqueue_many(30)
+    poison = pi.backend.enqueue()
+    call = pi.backend.end_call(seconds=0.01)
+    pi.frontend.on_entries = lambda request: None if request.entries else refusal
+    pi.frontend.poison[entity_of(pi.db, poison)] = Reply(500, {}, {"error": "boom"})
+    running = pi.agent()
+    wait_until(lambda: pi.db.pending() == [poison], what="all others", state=running.log)
+    assert call.call_log_id in pi.frontend.files
     # Once it cost an outage; from then on the frontend is not asked so any more.
     assert len(running.lines("it is not asked so any more")) == 1
-    assert len(frontend.of_kind("empty")) == 2
+    assert len(pi.frontend.of_kind("empty")) == 2
     told = running.lines("outage, nothing is lost")
-    let_hours_pass(db)
-    wait_until(lambda: waiting(db)[poison]["tries"] > 1, what="another try", state=running.log)
-    late = backend.enqueue()
-    wait_until(lambda: late in frontend.seqs(), timeout=5, what="a new one", state=running.log)
+    let_hours_pass(pi.db)
+    wait_until(lambda: waiting(pi.db)[poison]["tries"] > 1, what="another try", state=running.log)
+    late = pi.backend.enqueue()
+    wait_until(lambda: late in pi.frontend.seqs(), timeout=5, what="a new one", state=running.log)
     assert running.lines("outage, nothing is lost") == told
-    assert len(frontend.of_kind("empty")) == 2
+    assert len(pi.frontend.of_kind("empty")) == 2
 
 
 # --- 429 --------------------------------------------------------------------------------------
@@ -349,20 +317,15 @@ def test_a_frontend_that_refuses_the_empty_request_gets_everything_all_the_same(
 @rows("status", [429, 503])
 @rows("count", [1, 100])
 def test_a_pause_that_the_empty_request_is_told_too_is_an_outage_after_two_requests(
-    count: int,
-    status: int,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, count: int, status: int
 ) -> None:
-    backend.enqueue_many(count)
-    backend.end_call(seconds=0.01)
-    frontend.on_entries = lambda _: Reply(status, {"Retry-After": "30"})
-    assert agent.once(SYNC_BATCH_SIZE=count).returncode == UNAVAILABLE
-    assert [request.kind for request in frontend.requests] == ["entries", "empty"]
-    assert [row["code"] for row in waiting(db).values()] == ["RATE_LIMITED"] * (count == 1)
-    assert not dead_letters(db)
+    pi.backend.enqueue_many(count)
+    pi.backend.end_call(seconds=0.01)
+    pi.frontend.on_entries = lambda _: Reply(status, {"Retry-After": "30"})
+    pi.once(code=UNAVAILABLE, SYNC_BATCH_SIZE=count)
+    assert [request.kind for request in pi.frontend.requests] == ["entries", "empty"]
+    assert [row["code"] for row in waiting(pi.db).values()] == ["RATE_LIMITED"] * (count == 1)
+    assert not dead_letters(pi.db)
 
 
 def _in_seconds(seconds: float) -> str:
@@ -372,15 +335,10 @@ def _in_seconds(seconds: float) -> str:
 @rows("form", ["seconds", "date"])
 @rows("kind", ["entries", "file"])
 def test_nothing_at_all_is_sent_before_the_pause_has_passed_that_was_asked_for(
-    form: str,
-    kind: str,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, form: str, kind: str
 ) -> None:
     """Whoever is told to wait, entries or files: both do; a NOTIFY does not shorten it."""
-    call = backend.end_call(seconds=0.01)
+    call = pi.backend.end_call(seconds=0.01)
     asked: list[str] = []
 
     def hook(request: Request) -> Reply | None:
@@ -391,131 +349,123 @@ def test_nothing_at_all_is_sent_before_the_pause_has_passed_that_was_asked_for(
         # A date knows no fractions of a second: the pause lies between three and four.
         return Reply(429, {"Retry-After": "3" if form == "seconds" else _in_seconds(4)})
 
-    frontend.on_entries = frontend.on_file = hook
-    running = agent()
+    pi.frontend.on_entries = pi.frontend.on_file = hook
+    running = pi.agent()
     running.wait_log("outage, nothing is lost: the frontend asks for a pause")
-    backend.enqueue()
-    second = backend.end_call(seconds=0.01)
+    pi.backend.enqueue()
+    second = pi.backend.end_call(seconds=0.01)
     running.wait_log("recovered")
-    frontend.wait(lambda: {call.call_log_id, second.call_log_id} == set(frontend.files))
-    wait_until(lambda: not db.pending(), what="everything", state=running.log)
-    refused = [request for request in frontend.requests if request.status == 429]
-    later = [r.started for r in frontend.requests if r.started > refused[-1].started]
+    pi.frontend.wait(lambda: {call.call_log_id, second.call_log_id} == set(pi.frontend.files))
+    pi.wait_delivered()
+    refused = [request for request in pi.frontend.requests if request.status == 429]
+    later = [r.started for r in pi.frontend.requests if r.started > refused[-1].started]
     assert asked == [kind, "empty"]
     assert refused[-1].finished is not None
     assert min(later) - refused[-1].finished >= 2.9
-    assert not waiting(db)
+    assert not waiting(pi.db)
 
 
 @rows("value", ["soon", "\u0663"])  # all other values: test_policy.py
-def test_a_retry_after_that_makes_no_sense_is_an_ordinary_outage(
-    value: str, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue()
+def test_a_retry_after_that_makes_no_sense_is_an_ordinary_outage(pi: Pi, value: str) -> None:
+    pi.backend.enqueue()
     refusal = Reply(429, {"Retry-After": value.encode().decode("latin-1")})
-    frontend.on_entries = script(refusal, refusal)
-    running = agent()
-    frontend.wait(lambda: frontend.seqs() == [1])
+    pi.frontend.on_entries = script(refusal, refusal)
+    running = pi.agent()
+    pi.frontend.wait(lambda: pi.frontend.seqs() == [1])
     line = running.wait_log("recovered")
     assert "RATE_LIMITED" in line
-    wait_until(lambda: not waiting(db), what="its end", state=running.log)
+    wait_until(lambda: not waiting(pi.db), what="its end", state=running.log)
 
 
 @rows("value", ["86400", "date"])
-def test_a_retry_after_of_days_counts_as_one_hour(
-    value: str, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue()
+def test_a_retry_after_of_days_counts_as_one_hour(pi: Pi, value: str) -> None:
+    pi.backend.enqueue()
     value = _in_seconds(30 * 86400) if value == "date" else value
-    frontend.on_entries = lambda _: Reply(429, {"Retry-After": value})
-    said = re.search(r"next try in (\d+) s", agent.once().stderr)
+    pi.frontend.on_entries = lambda _: Reply(429, {"Retry-After": value})
+    said = re.search(r"next try in (\d+) s", pi.agent.once().stderr)
     assert said and 3600 <= int(said[1]) <= 3960  # the random part comes on top
 
 
-def test_entries_that_are_told_to_wait_wait_so_long_and_the_others_only_for_seconds(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_entries_that_are_told_to_wait_wait_so_long_and_the_others_only_for_seconds(pi: Pi) -> None:
     """More of them in a row than make an outage, and the newest entry of all, which is the first to
     be tried then. The good ones stand between, and no new one shows that the frontend lives."""
-    first, last = backend.enqueue_many(40)
-    calls = [backend.end_call(seconds=0.01) for _ in range(3)]
-    poisonous = [*range(first, last + 1), backend.enqueue()]
+    first, last = pi.backend.enqueue_many(40)
+    calls = [pi.backend.end_call(seconds=0.01) for _ in range(3)]
+    poisonous = [*range(first, last + 1), pi.backend.enqueue()]
     for seq in poisonous:
-        frontend.poison[entity_of(db, seq)] = PAUSE
-    running = agent()
-    wait_until(lambda: db.pending() == poisonous, timeout=30, what="others", state=running.log)
-    assert {call.call_log_id for call in calls} == set(frontend.files)
-    wait_until(lambda: list(waiting(db)) == poisonous, what="all rows", state=running.log)
-    late = backend.end_call(seconds=0.01)
-    frontend.wait(lambda: late.call_log_id in frontend.files, timeout=10)
+        pi.frontend.poison[entity_of(pi.db, seq)] = PAUSE
+    running = pi.agent()
+    wait_until(lambda: pi.db.pending() == poisonous, timeout=30, what="others", state=running.log)
+    assert {call.call_log_id for call in calls} == set(pi.frontend.files)
+    wait_until(lambda: list(waiting(pi.db)) == poisonous, what="all rows", state=running.log)
+    late = pi.backend.end_call(seconds=0.01)
+    pi.frontend.wait(lambda: late.call_log_id in pi.frontend.files, timeout=10)
     # Each had its own request once; what waits is not asked for before its time.
-    alone = [r.entries[0]["seq"] for r in frontend.requests if len(r.entries) == 1]
+    alone = [r.entries[0]["seq"] for r in pi.frontend.requests if len(r.entries) == 1]
     assert sorted(seq for seq in alone if seq in poisonous) == poisonous
     due = "SELECT extract(epoch FROM min(next_attempt_at) - now()) FROM serversync.waiting"
-    assert db.value(due) > 3500
-    assert {(row["code"], row["attempts"]) for row in waiting(db).values()} == {("RATE_LIMITED", 0)}
+    assert pi.db.value(due) > 3500
+    assert {(row["code"], row["attempts"]) for row in waiting(pi.db).values()} == {
+        ("RATE_LIMITED", 0)
+    }
 
 
-def test_recordings_that_are_told_to_wait_hold_up_no_entry_and_no_other_recording(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    bad = [backend.end_call(seconds=0.01) for _ in range(2)]
-    good = backend.end_call(seconds=0.01)
+def test_recordings_that_are_told_to_wait_hold_up_no_entry_and_no_other_recording(pi: Pi) -> None:
+    bad = [pi.backend.end_call(seconds=0.01) for _ in range(2)]
+    good = pi.backend.end_call(seconds=0.01)
 
     def crash(request: Request) -> Reply | None:
         assert request.file is not None
         return None if request.file.call_log_id == good.call_log_id else PAUSE
 
-    frontend.on_file = crash
-    running = agent()
+    pi.frontend.on_file = crash
+    running = pi.agent()
     seqs = [call.seq("recording_file") for call in bad]
-    wait_until(lambda: db.pending() == seqs, what="the others", state=running.log)
-    assert [request.status for request in frontend.of_kind("file")].count(429) == 2
+    wait_until(lambda: pi.db.pending() == seqs, what="the others", state=running.log)
+    assert [request.status for request in pi.frontend.of_kind("file")].count(429) == 2
     # From the third in a row on it is an outage of the recordings, never of the entries.
-    bad += [backend.end_call(seconds=0.01) for _ in range(2)]
-    good = backend.end_call(seconds=0.01)
-    frontend.on_file = lambda _: PAUSE
+    bad += [pi.backend.end_call(seconds=0.01) for _ in range(2)]
+    good = pi.backend.end_call(seconds=0.01)
+    pi.frontend.on_file = lambda _: PAUSE
     running.wait_log("files: outage, nothing is lost: the frontend asks for a pause")
-    late = backend.enqueue()
-    wait_until(lambda: late in frontend.seqs(), what="an entry", state=running.log)
+    late = pi.backend.enqueue()
+    wait_until(lambda: late in pi.frontend.seqs(), what="an entry", state=running.log)
     assert not running.lines("entries: outage")
 
 
 @rows("verify", ["", "/api/recordings/{callLogId}"])
 def test_a_pause_during_an_upload_lets_it_end_and_holds_back_all_that_would_follow(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, verify: str
+    pi: Pi, verify: str
 ) -> None:
     """The upload that travels may end: its success, at once where nothing is verified, does not end
     the pause. Whether it is stored as it should be is asked afterwards; it is not sent again."""
-    call = backend.end_call(seconds=20, events=0)
-    frontend.read_rate = 100_000
-    running = agent(SYNC_VERIFY_PATH=verify)
-    frontend.wait(lambda: frontend.of_kind("file")[0].received > 1000, what="half an upload")
+    call = pi.backend.end_call(seconds=20, events=0)
+    pi.frontend.read_rate = 100_000
+    running = pi.agent(SYNC_VERIFY_PATH=verify)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[0].received > 1000, what="half an upload")
     pause = Reply(429, {"Retry-After": "3"})
-    frontend.on_entries = script(pause, pause)
-    late = backend.enqueue()
+    pi.frontend.on_entries = script(pause, pause)
+    late = pi.backend.enqueue()
     running.wait_log("outage, nothing is lost: the frontend asks for a pause")
-    upload = frontend.of_kind("file")[0]
+    upload = pi.frontend.of_kind("file")[0]
     assert upload.finished is None, "the upload was too fast for this test"
-    frontend.read_rate = None
-    later = backend.end_call(seconds=0.01)
-    wait_until(lambda: not db.pending(), timeout=60, what="everything", state=running.log)
-    refused = [request for request in frontend.requests if request.status == 429]
+    pi.frontend.read_rate = None
+    later = pi.backend.end_call(seconds=0.01)
+    pi.wait_delivered(60)
+    refused = [request for request in pi.frontend.requests if request.status == 429]
     assert refused[-1].finished is not None
     assert upload.finished is not None
     assert upload.finished - refused[-1].finished < 2.9, "the upload was too slow for this test"
-    follow = [r.started for r in frontend.requests if r.started > refused[-1].started]
+    follow = [r.started for r in pi.frontend.requests if r.started > refused[-1].started]
     assert min(follow) - refused[-1].finished >= 2.9
     assert len(refused) == 2
-    assert frontend.files[call.call_log_id].count == 1
-    assert backend.upload_status(call)[0] == "uploaded"
-    assert late in frontend.seqs()
-    assert later.call_log_id in frontend.files
+    assert pi.frontend.files[call.call_log_id].count == 1
+    assert pi.backend.upload_status(call)[0] == "uploaded"
+    assert late in pi.frontend.seqs()
+    assert later.call_log_id in pi.frontend.files
 
 
-def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(pi: Pi) -> None:
     """A recording and an entry fail side by side, and for both it is asked whether the frontend
     lives: the entry's question is told to pause, and then the recording's gets a 500."""
     asked, paused = threading.Event(), threading.Event()
@@ -531,24 +481,24 @@ def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(
         return Reply(500, {}, {"error": "boom"})
 
     def fail(_: Request) -> Reply:
-        frontend.on_file, frontend.on_entries = None, answer
-        known = len(frontend.of_kind("entries"))
-        backend.enqueue()
-        wait_until(lambda: len(frontend.of_kind("entries")) > known, what="the entry")
+        pi.frontend.on_file, pi.frontend.on_entries = None, answer
+        known = len(pi.frontend.of_kind("entries"))
+        pi.backend.enqueue()
+        wait_until(lambda: len(pi.frontend.of_kind("entries")) > known, what="the entry")
         return Reply(500, {}, {"error": "boom"})
 
-    frontend.on_file = fail
-    backend.end_call(seconds=0.01, events=0)
-    running = agent()
+    pi.frontend.on_file = fail
+    pi.backend.end_call(seconds=0.01, events=0)
+    running = pi.agent()
     told = running.wait_log("outage, nothing is lost: the frontend asks for a pause")
-    frontend.on_entries = None
+    pi.frontend.on_entries = None
     paused.set()
-    wait_until(lambda: any(row["is_file"] for row in waiting(db).values()), what="its row")
-    with db.admin() as admin:  # a new session looks at everything anew
+    wait_until(lambda: any(row["is_file"] for row in waiting(pi.db).values()), what="its row")
+    with pi.db.admin() as admin:  # a new session looks at everything anew
         admin.execute(END_SESSION)
     running.wait_log("the lock is ours")
     looked = time.time()
-    db.execute("NOTIFY serversync")
+    pi.db.execute("NOTIFY serversync")
     state = wait_until(lambda: (now := running.state())["at"] > looked and now, what="a look")
     outages = state["outages"]
     assert [(each["endpoint"], each["code"]) for each in outages] == [
@@ -557,41 +507,41 @@ def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(
     ]
     assert min(each["due"] for each in outages) > looked + 3000
     assert running.lines("outage, nothing is lost") == [told]
-    assert [request.status for request in frontend.requests] == [200, 500, 500, 500, 429]
+    assert [request.status for request in pi.frontend.requests] == [200, 500, 500, 500, 429]
 
     running.hup()
-    wait_until(lambda: not db.pending(), what="everything", state=running.log)
+    pi.wait_delivered()
 
 
 def test_a_recording_that_fails_beside_a_request_of_entries_does_not_mix_up_the_answers(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi,
 ) -> None:
     """Whether the frontend lives is asked on another connection than the entries travel on: on
     theirs its answer could be taken for theirs."""
-    running = agent()
-    backend.enqueue()
-    frontend.wait(lambda: frontend.seqs() == [1])  # a connection that is kept
+    running = pi.agent()
+    pi.backend.enqueue()
+    pi.frontend.wait(lambda: pi.frontend.seqs() == [1])  # a connection that is kept
 
     def fail_meanwhile(_: Request) -> Reply:
-        frontend.on_entries = to_entries(lambda _: Reply(500, {}, {"error": "boom"}, delay=2))
-        known = len(frontend.of_kind("entries"))
+        pi.frontend.on_entries = to_entries(lambda _: Reply(500, {}, {"error": "boom"}, delay=2))
+        known = len(pi.frontend.of_kind("entries"))
         if not seqs:
-            seqs.append(backend.enqueue())
-            wait_until(lambda: len(frontend.of_kind("entries")) > known, what="the entry")
+            seqs.append(pi.backend.enqueue())
+            wait_until(lambda: len(pi.frontend.of_kind("entries")) > known, what="the entry")
         return Reply(500, {}, {"error": "boom"})
 
     seqs: list[int] = []
-    frontend.on_file = fail_meanwhile
-    call = backend.end_call(seconds=0.01)
-    frontend.wait(lambda: frontend.of_kind("file") and seqs)
+    pi.frontend.on_file = fail_meanwhile
+    call = pi.backend.end_call(seconds=0.01)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file") and seqs)
     [seq] = seqs
     pending = [call.seq("recording_file"), seq]
-    wait_until(lambda: list(waiting(db)) == pending, what="both rows", state=running.log)
-    entries = next(r for r in frontend.of_kind("entries") if r.entries[0]["seq"] == seq)
-    empty = frontend.of_kind("empty")[0]
+    wait_until(lambda: list(waiting(pi.db)) == pending, what="both rows", state=running.log)
+    entries = next(r for r in pi.frontend.of_kind("entries") if r.entries[0]["seq"] == seq)
+    empty = pi.frontend.of_kind("empty")[0]
     assert entries.finished is not None and empty.finished is not None
     assert entries.started < empty.started < empty.finished < entries.finished
-    assert db.pending() == pending
+    assert pi.db.pending() == pending
 
 
 # --- connections ------------------------------------------------------------------------------
@@ -599,71 +549,61 @@ def test_a_recording_that_fails_beside_a_request_of_entries_does_not_mix_up_the_
 
 @rows("broken", [Reply(reset=True), Reply(raw=b"")], ids=["reset", "closed"])
 def test_a_reset_on_a_reused_connection_is_tried_once_more_on_a_fresh_one(
-    broken: Reply, db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
+    pi: Pi, broken: Reply
 ) -> None:
-    backend.enqueue_many(2)
-    frontend.on_entries = script(None, broken)
-    assert agent.once(SYNC_BATCH_SIZE=1).returncode == DONE
-    assert [request.entries[0]["seq"] for request in frontend.requests] == [1, 2, 2]
-    assert frontend.connections == 2
-    keys = [request.headers["Idempotency-Key"] for request in frontend.requests]
+    pi.backend.enqueue_many(2)
+    pi.frontend.on_entries = script(None, broken)
+    pi.once(code=DONE, SYNC_BATCH_SIZE=1)
+    assert [request.entries[0]["seq"] for request in pi.frontend.requests] == [1, 2, 2]
+    assert pi.frontend.connections == 2
+    keys = [request.headers["Idempotency-Key"] for request in pi.frontend.requests]
     assert keys[1] == keys[2] != keys[0]
 
 
-def test_a_connection_that_the_frontend_closed_meanwhile_costs_nothing(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    running = agent()
-    backend.enqueue()
-    frontend.wait(lambda: frontend.seqs() == [1])
-    wait_until(lambda: not db.pending())
-    frontend.hang_up()
-    backend.enqueue()
-    frontend.wait(lambda: frontend.seqs() == [1, 2])
-    wait_until(lambda: not db.pending())
-    assert not waiting(db)
+def test_a_connection_that_the_frontend_closed_meanwhile_costs_nothing(pi: Pi) -> None:
+    running = pi.agent()
+    pi.backend.enqueue()
+    pi.frontend.wait(lambda: pi.frontend.seqs() == [1])
+    pi.wait_delivered()
+    pi.frontend.hang_up()
+    pi.backend.enqueue()
+    pi.frontend.wait(lambda: pi.frontend.seqs() == [1, 2])
+    pi.wait_delivered()
+    assert not waiting(pi.db)
     assert not running.lines("is retried")
 
 
-def test_answers_that_trickle_end_at_the_deadline_and_confirm_nothing(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_answers_that_trickle_end_at_the_deadline_and_confirm_nothing(pi: Pi) -> None:
     """A byte each 0.3 s would outlive every socket time limit of 1 s."""
-    backend.enqueue()
+    pi.backend.enqueue()
     answer = Reply(200, {}, {"ok": True, "text": "x" * 200}, trickle=0.3)
-    frontend.on_entries = to_entries(lambda _: answer)
-    assert agent.once(SYNC_TIMEOUT_SEC=1, timeout=20).returncode == LATER
-    assert waiting(db)[1]["code"] == "NETWORK_TIMEOUT"
+    pi.frontend.on_entries = to_entries(lambda _: answer)
+    pi.once(code=LATER, SYNC_TIMEOUT_SEC=1, timeout=20)
+    assert waiting(pi.db)[1]["code"] == "NETWORK_TIMEOUT"
 
 
-def test_an_answer_before_the_end_of_the_body_confirms_nothing(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_an_answer_before_the_end_of_the_body_confirms_nothing(pi: Pi) -> None:
     """A 200 that came after a part of the request cannot speak for all of it."""
-    backend.enqueue(payload={"text": "x" * 7_000_000})
+    pi.backend.enqueue(payload={"text": "x" * 7_000_000})
     early = Reply(200, {"Connection": "close"}, OK, after=100_000)
-    frontend.on_head = lambda request: early if request.length > 1000 else None
-    assert agent.once().returncode == LATER
-    assert db.pending() == [1]
-    frontend.on_head = None
-    let_hours_pass(db)
-    assert agent.once().returncode == DONE
-    assert frontend.seqs() == [1]
+    pi.frontend.on_head = lambda request: early if request.length > 1000 else None
+    pi.once(code=LATER)
+    assert pi.db.pending() == [1]
+    pi.frontend.on_head = None
+    let_hours_pass(pi.db)
+    pi.once(code=DONE)
+    assert pi.frontend.seqs() == [1]
 
 
-def test_an_answer_that_is_too_long_confirms_nothing(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue()
+def test_an_answer_that_is_too_long_confirms_nothing(pi: Pi) -> None:
+    pi.backend.enqueue()
     answer = Reply(200, {}, {"ok": True, "text": "x" * 1_000_000})
-    frontend.on_entries = to_entries(lambda _: answer)
-    assert agent.once().returncode == LATER
-    assert waiting(db)[1]["code"] == "BAD_RESPONSE"
+    pi.frontend.on_entries = to_entries(lambda _: answer)
+    pi.once(code=LATER)
+    assert waiting(pi.db)[1]["code"] == "BAD_RESPONSE"
 
 
-def test_text_from_the_frontend_is_cleaned_and_masked_before_it_is_cut_and_stored(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_text_from_the_frontend_is_cleaned_and_masked_before_it_is_cut_and_stored(pi: Pi) -> None:
     """An error page that echoes the token, also where a text is cut: no piece of it is kept."""
     token = "5Kw9ZtPq2LxVb7NcRj4GhDf8YsMu3EaT"
     pages: list[Reply] = [
@@ -673,11 +613,10 @@ def test_text_from_the_frontend_is_cleaned_and_masked_before_it_is_cut_and_store
     for offset in (300, *range(900, 1040, 20), 4000, 4020, 4060, 4090):
         pages.append(Reply(500, {}, "y" * offset + token + "z" * 5000))
     for page in pages:
-        frontend.poison[entity_of(db, backend.enqueue())] = page
-    done = agent.once(SYNC_TOKEN=token)
-    assert done.returncode == PERSON
-    kept = [row["reason"] for row in waiting(db).values()]
-    kept += [letter["error_message"] for letter in dead_letters(db).values()]
+        pi.frontend.poison[entity_of(pi.db, pi.backend.enqueue())] = page
+    done = pi.once(code=PERSON, SYNC_TOKEN=token)
+    kept = [row["reason"] for row in waiting(pi.db).values()]
+    kept += [letter["error_message"] for letter in dead_letters(pi.db).values()]
     assert len(kept) == len(pages)
     assert max(len(reason) for reason in kept) <= 1024
     assert all(re.search("HTTP [45]00", reason) for reason in kept)
@@ -689,25 +628,23 @@ def test_text_from_the_frontend_is_cleaned_and_masked_before_it_is_cut_and_store
 # --- the `rejected` extension -----------------------------------------------------------------
 
 
-def test_rejected_entries_die_and_the_others_are_sent_by_the_same_request(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    backend.enqueue_many(100)
+def test_rejected_entries_die_and_the_others_are_sent_by_the_same_request(pi: Pi) -> None:
+    pi.backend.enqueue_many(100)
     refused = {3: "INVALID_NUMBER", 77: "GONE"}
     for seq, code in refused.items():
-        entity = entity_of(db, seq)
-        frontend.rejected[entity] = code
-    assert agent.once().returncode == PERSON
-    assert len(frontend.requests) == 1
-    assert frontend.seqs() == [seq for seq in range(1, 101) if seq not in refused]
-    assert not db.pending()
-    letters = dead_letters(db)
+        entity = entity_of(pi.db, seq)
+        pi.frontend.rejected[entity] = code
+    pi.once(code=PERSON)
+    assert len(pi.frontend.requests) == 1
+    assert pi.frontend.seqs() == [seq for seq in range(1, 101) if seq not in refused]
+    assert not pi.db.pending()
+    letters = dead_letters(pi.db)
     assert list(letters) == list(refused)
     for seq, code in refused.items():
         assert letters[seq]["error_code"] == "REJECTED"
         assert code in letters[seq]["error_message"]
         assert "refused for good" in letters[seq]["error_message"]
-    assert receipts(db)[0]["entries"] == 98
+    assert receipts(pi.db)[0]["entries"] == 98
 
 
 def nonsense() -> Iterator[tuple[str, object]]:
@@ -725,17 +662,12 @@ def nonsense() -> Iterator[tuple[str, object]]:
 
 @rows(("name", "rejected"), list(nonsense()), ids=[name for name, _ in nonsense()])
 def test_a_list_of_rejected_entries_that_makes_no_sense_confirms_nothing(
-    name: str,
-    rejected: object,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    agent: AgentFactory,
+    pi: Pi, name: str, rejected: object
 ) -> None:
-    backend.enqueue_many(2)
-    frontend.on_entries = lambda _: Reply(200, {}, {"ok": True, "rejected": rejected})
+    pi.backend.enqueue_many(2)
+    pi.frontend.on_entries = lambda _: Reply(200, {}, {"ok": True, "rejected": rejected})
     # For the parts of the batch the same list could make sense: one request for each is enough.
-    assert agent.once(SYNC_BATCH_SIZE=2).returncode in (LATER, PERSON)
-    assert frontend.requests[0].status == 200
-    assert [len(request.entries) for request in frontend.requests[:4]] == [2, 0, 1, 1]
-    assert waiting(db)[2]["code"] == "BAD_RESPONSE"
+    assert pi.agent.once(SYNC_BATCH_SIZE=2).returncode in (LATER, PERSON)
+    assert pi.frontend.requests[0].status == 200
+    assert [len(request.entries) for request in pi.frontend.requests[:4]] == [2, 0, 1, 1]
+    assert waiting(pi.db)[2]["code"] == "BAD_RESPONSE"
