@@ -418,20 +418,6 @@ def throw_away(call: Call, *paths: Path) -> list[Path]:
     return [path.rename(trash_place(call, path)) for path in paths]
 
 
-def all_of_it(call: Call) -> None:
-    throw_away(call, call.wav, call.meta)
-
-
-def all_of_it_and_its_directory_is_gone(call: Call) -> None:
-    all_of_it(call)
-    call.directory.rmdir()
-
-
-def half_of_it(call: Call) -> None:
-    all_of_it(call)
-    next((call.directory.parent / TRASH).iterdir()).unlink()
-
-
 def the_directory_as_a_whole(call: Call) -> None:
     """As the edition before did."""
     trash = call.directory.parent / TRASH
@@ -439,34 +425,31 @@ def the_directory_as_a_whole(call: Call) -> None:
     call.directory.rename(trash / str(call.seq("recording_file")))
 
 
+def all_but_the_directory(call: Call) -> None:
+    throw_away(call, call.wav, call.meta)
+    call.directory.rmdir()
+
+
 def nothing_but_the_directory(call: Call) -> None:
     call.wav.unlink()
     call.meta.unlink()
 
 
-def nothing_at_all(call: Call) -> None:
-    shutil.rmtree(call.directory)
+LEFT: dict[str, Callable[[Call], object]] = {
+    "all in the trash": lambda call: throw_away(call, call.wav, call.meta),
+    "no directory": all_but_the_directory,
+    "half in the trash": lambda call: throw_away(call, call.wav, call.meta)[0].unlink(),
+    "the directory as a whole": the_directory_as_a_whole,
+    "an empty directory": nothing_but_the_directory,
+    "nothing": lambda call: shutil.rmtree(call.directory),
+    "one file": lambda call: throw_away(call, call.meta),
+    "the other file": lambda call: throw_away(call, call.wav),
+}
 
 
-def one_file(call: Call) -> None:
-    throw_away(call, call.wav)
-
-
-def the_other_file(call: Call) -> None:
-    throw_away(call, call.meta)
-
-
-@pytest.mark.parametrize(
-    "leave",
-    [
-        all_of_it, all_of_it_and_its_directory_is_gone, half_of_it, the_directory_as_a_whole,
-        nothing_but_the_directory, nothing_at_all, one_file, the_other_file,
-    ],
-)  # fmt: skip
-def test_trash_that_a_kill_left_is_finished_at_the_start(
-    pi: Pi, uploaded: Call, leave: Callable[[Call], None]
-) -> None:
-    leave(uploaded)
+@pytest.mark.parametrize("left", LEFT)
+def test_trash_that_a_kill_left_is_finished_at_the_start(pi: Pi, uploaded: Call, left: str) -> None:
+    LEFT[left](uploaded)
 
     pi.once()
 

@@ -91,35 +91,21 @@ def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(pi: Pi, outside:
 def test_links_hard_links_and_other_kinds_of_files_are_dead_and_nothing_outside_is_opened(
     pi: Pi, outside: Path, tmp_path: Path
 ) -> None:
-    def linked_directory(call: Call) -> None:
-        call.directory.symlink_to(outside)
-
-    def linked_file(call: Call) -> None:
-        call.wav.symlink_to(outside / "mixed.wav")
-
-    def linked_to_a_neighbour(call: Call) -> None:
-        call.wav.symlink_to(f"../{neighbour.call_id}/mixed.wav")
-
-    def hard_link(call: Call) -> None:
-        call.wav.hardlink_to(outside / "mixed.wav")
-
-    def pipe(call: Call) -> None:
-        os.mkfifo(call.wav)
-
-    def directory(call: Call) -> None:
-        call.wav.mkdir()
-
-    def file_as_directory(call: Call) -> None:
-        call.directory.write_text("no directory")
-
     neighbour = pi.backend.end_call(call_id="neighbour..")
+    makes: Breaks = {
+        "linked file": lambda call: call.wav.symlink_to(outside / "mixed.wav"),
+        "linked to a neighbour": lambda call: call.wav.symlink_to("../neighbour../mixed.wav"),
+        "hard link": lambda call: call.wav.hardlink_to(outside / "mixed.wav"),
+        "pipe": lambda call: os.mkfifo(call.wav),
+        "directory": lambda call: call.wav.mkdir(),
+        # These instead of its directory.
+        "linked directory": lambda call: call.directory.symlink_to(outside),
+        "a file as directory": lambda call: call.directory.write_text("no directory"),
+    }
     calls = []
-    for make in (
-        linked_directory, linked_file, linked_to_a_neighbour, hard_link, pipe, directory,
-        file_as_directory,
-    ):  # fmt: skip
-        call = pi.backend.end_call(events=0, audio=False, call_id=make.__name__)
-        if make in (linked_directory, file_as_directory):
+    for name, make in makes.items():
+        call = pi.backend.end_call(events=0, audio=False, call_id=name)
+        if name in ("linked directory", "a file as directory"):
             shutil.rmtree(call.directory)
         make(call)
         calls.append(call)
@@ -263,71 +249,35 @@ def test_behind_a_dead_recording_the_next_one_of_its_call_goes_at_once(pi: Pi) -
 # -- readiness ------------------------------------------------------------------------------------
 
 
-def empty_meta(call: Call) -> None:
-    call.meta.write_bytes(b"")
-
-
-def broken_meta(call: Call) -> None:
-    call.meta.write_text('{"callId": "cut off he')
-
-
-def deep_meta(call: Call) -> None:
-    call.meta.write_text("[" * 100_000)
-
-
-def binary_meta(call: Call) -> None:
-    call.meta.write_bytes(b"\xff\xfe\xfd")
-
-
-def not_a_number(call: Call) -> None:
-    call.meta.write_text('{"durationSec": NaN}')
-
-
-def byte_order_mark(call: Call) -> None:
-    call.meta.write_text('{"callId": "x"}', encoding="utf-8-sig")
-
-
-def utf_16(call: Call) -> None:
-    call.meta.write_text('{"callId": "x"}', encoding="utf-16")
-
-
-def huge_meta(call: Call) -> None:
-    call.meta.write_text(json.dumps({"padding": "x" * 1_000_000}))
-
-
 def directory_as_meta(call: Call) -> None:
     call.meta.unlink()
     call.meta.mkdir()
 
 
-def no_meta(call: Call) -> None:
-    call.meta.unlink()
+Breaks = dict[str, Callable[[Call], object]]
+WITHOUT_META: Breaks = {
+    "no meta": lambda call: call.meta.unlink(),
+    "empty": lambda call: call.meta.write_bytes(b""),
+    "cut off": lambda call: call.meta.write_text('{"callId": "cut off he'),
+    "deep": lambda call: call.meta.write_text("[" * 100_000),
+    "binary": lambda call: call.meta.write_bytes(b"\xff\xfe\xfd"),
+    "huge": lambda call: call.meta.write_text(json.dumps({"padding": "x" * 1_000_000})),
+    "a directory": directory_as_meta,
+    "not a number": lambda call: call.meta.write_text('{"durationSec": NaN}'),
+    "byte order mark": lambda call: call.meta.write_text('{"callId": "x"}', encoding="utf-8-sig"),
+    "UTF-16": lambda call: call.meta.write_text('{"callId": "x"}', encoding="utf-16"),
+}
+WITHOUT_AUDIO: Breaks = {
+    "no audio": lambda call: call.wav.unlink(),
+    "empty audio": lambda call: os.truncate(call.wav, 0),
+    "nothing": lambda call: shutil.rmtree(call.directory),
+}
 
 
-def no_audio(call: Call) -> None:
-    call.wav.unlink()
-
-
-def empty_audio(call: Call) -> None:
-    os.truncate(call.wav, 0)
-
-
-def no_directory(call: Call) -> None:
-    shutil.rmtree(call.directory)
-
-
-Break = Callable[[Call], None]
-WITHOUT_META: tuple[Break, ...] = (
-    no_meta, empty_meta, broken_meta, deep_meta, binary_meta, huge_meta, directory_as_meta,
-    not_a_number, byte_order_mark, utf_16,
-)  # fmt: skip
-WITHOUT_AUDIO: tuple[Break, ...] = (no_audio, empty_audio, no_directory)
-
-
-def broken_calls(backend: Backend, breaks: tuple[Break, ...]) -> list[Call]:
+def broken_calls(backend: Backend, breaks: Breaks) -> list[Call]:
     calls = []
-    for harm in breaks:
-        call = backend.end_call(events=0, seconds=0.1, call_id=harm.__name__)
+    for name, harm in breaks.items():
+        call = backend.end_call(events=0, seconds=0.1, call_id=name)
         harm(call)
         calls.append(call)
     return calls
@@ -383,20 +333,22 @@ def test_incomplete_recordings_wait_for_the_grace_time_however_often_they_are_lo
         assert pi.backend.upload_status(call) == ("upload_failed", None)
     # An empty meta.json holds nothing to lose; what is merely not understood stays.
     kept = {call.call_id for call in lame if call.meta.exists()}
-    assert kept == {call.call_id for call in lame} - {"empty_meta"}
-    assert (pi.backend.recordings_dir / "no_audio" / "meta.json").is_file()
+    assert kept == {call.call_id for call in lame} - {"empty"}
+    assert (pi.backend.recordings_dir / "no audio" / "meta.json").is_file()
 
 
 def test_incomplete_recordings_are_looked_at_five_times_however_short_the_grace_is(pi: Pi) -> None:
-    lame, lost = broken_calls(pi.backend, (no_meta,)), broken_calls(pi.backend, (no_audio,))
+    [lame, lost] = broken_calls(
+        pi.backend, {name: (WITHOUT_META | WITHOUT_AUDIO)[name] for name in ("no meta", "no audio")}
+    )
     running = pi.agent(SYNC_FILE_GRACE_SEC=0)
     for number in range(1, 5):
-        wait_for_looks(pi.db, running, lame + lost, number)
+        wait_for_looks(pi.db, running, [lame, lost], number)
         assert not dead(pi.db) and not pi.frontend.of_kind("file")
         let_hours_pass(pi.db, 72)
     pi.wait_delivered()
-    assert dead(pi.db) == {lost[0].seq("recording_file"): "FILE_MISSING"}
-    assert list(pi.frontend.files) == [lame[0].call_log_id]
+    assert dead(pi.db) == {lost.seq("recording_file"): "FILE_MISSING"}
+    assert list(pi.frontend.files) == [lame.call_log_id]
 
 
 def test_a_file_that_is_gone_from_an_uploaded_recording_counts_as_sent(pi: Pi) -> None:
