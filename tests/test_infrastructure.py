@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import Agent, NotifySocket, _Launch
+from agent import _Launch
 from backend import Backend
-from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart, Reply, script
+from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart, Reply
 from pg import Cluster, Database
 from proxy import Proxy
 from waiting import wait_until
@@ -146,14 +146,6 @@ def test_one_bad_or_poisonous_entry_rejects_the_whole_batch(frontend: Frontend) 
     assert frontend.entries == [] and frontend.store == {}
 
 
-def test_rejected_entries_are_named_and_the_others_stored(frontend: Frontend) -> None:
-    bad, good = entry(seq=17), entry(seq=18)
-    frontend.rejected[bad["entityId"]] = "UNKNOWN_TYPE"
-    _, answer = post(client(frontend), bad, good)
-    assert [record["seq"] for record in answer["rejected"]] == [17]
-    assert frontend.seqs() == [18]
-
-
 def test_an_upload_is_stored_and_a_later_recording_takes_the_player_away(
     frontend: Frontend,
 ) -> None:
@@ -200,73 +192,6 @@ def test_a_misshapen_upload_is_refused_and_leaves_nothing(
     assert list((frontend.directory / "incoming").iterdir()) == []
 
 
-def test_a_lost_answer_leaves_the_entries_stored(frontend: Frontend) -> None:
-    frontend.on_entries = script(Reply(reset=True, store=True))
-    with pytest.raises(ConnectionResetError):
-        post(client(frontend), entry(seq=5))
-    assert post(client(frontend), entry(seq=5)) == (200, {"ok": True})
-    assert frontend.seqs() == [5, 5]
-    assert [request.status for request in frontend.requests] == [0, 200]
-
-
-@pytest.mark.parametrize(
-    ("reply", "error"),
-    [
-        (Reply(reset=True), ConnectionResetError),
-        (Reply(stall=30), TimeoutError),
-        (Reply(stall=0.01), http.client.RemoteDisconnected),
-        (Reply(delay=30), TimeoutError),
-        (Reply(half=True, body={"ok": True}), http.client.IncompleteRead),
-        (Reply(raw=b"SSH-2.0-x\r\n"), http.client.BadStatusLine),
-        (Reply(body="<html>portal</html>"), json.JSONDecodeError),
-    ],
-)
-def test_misbehaviour_is_what_a_client_sees(
-    frontend: Frontend, reply: Reply, error: type[Exception]
-) -> None:
-    frontend.on_entries = lambda request: reply
-    with pytest.raises(error):
-        post(client(frontend, timeout=0.3), entry())
-    assert frontend.entries == []
-    frontend.on_entries = None
-    assert post(client(frontend), entry())[0] == 200
-
-
-def test_a_trickling_answer_takes_its_time(frontend: Frontend) -> None:
-    frontend.on_entries = script(Reply(body={"ok": True}, trickle=0.005))
-    started = time.monotonic()
-    assert post(client(frontend), entry()) == (200, {"ok": True})
-    assert time.monotonic() - started > 0.3
-
-
-def test_an_early_answer_comes_before_the_body_was_read(frontend: Frontend) -> None:
-    frontend.on_head = script(Reply(413, body={"error": "too large"}, after=1000))
-    with socket.create_connection(("127.0.0.1", frontend.port), timeout=5) as sock:
-        sock.sendall(b"POST %b HTTP/1.1\r\nContent-Length: 10000000\r\n\r\n" % FILE_PATH.encode())
-        sock.sendall(b"x" * 5000)
-        assert sock.recv(100).startswith(b"HTTP/1.1 413")
-        # Either is possible, as with real frontends: the answer's end first, or the reset.
-        with pytest.raises(ConnectionError):
-            for _ in range(1000):
-                sock.sendall(b"x" * 65536)
-    assert frontend.requests[0].received == 1000
-
-
-def test_the_token_is_checked_and_a_stopped_frontend_refuses(frontend: Frontend) -> None:
-    frontend.require_token = "secret"
-    assert post(client(frontend), entry())[0] == 401
-    frontend.require_token = None
-    idle = client(frontend)
-    post(idle, entry())
-    frontend.stop()
-    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
-        post(idle, entry())
-    with pytest.raises(ConnectionRefusedError):
-        post(client(frontend), entry())
-    frontend.start()
-    assert post(client(frontend), entry())[0] == 200
-
-
 def test_an_idle_connection_is_closed_and_a_slow_body_times_out(frontend: Frontend) -> None:
     frontend.idle_timeout = 0.1
     with socket.create_connection(("127.0.0.1", frontend.port), timeout=5) as sock:
@@ -275,16 +200,6 @@ def test_an_idle_connection_is_closed_and_a_slow_body_times_out(frontend: Fronte
     frontend.body_timeout = 0.3
     assert post(client(frontend), entry(payload="x" * 20_000))[0] == 408
     assert 1_000 < frontend.requests[-1].received < 10_000
-
-
-def test_settings_pages_are_served_below_the_base_path(tmp_path: Path) -> None:
-    with Frontend(tmp_path, base_path="/app") as frontend:
-        frontend.pages["/api/call-actions"] = {"ok": True, "rules": []}
-        connection = client(frontend)
-        connection.request("GET", "/app/api/call-actions")
-        assert json.loads(connection.getresponse().read()) == {"ok": True, "rules": []}
-        connection.request("GET", "/app/api/number-groups")
-        assert connection.getresponse().status == 404
 
 
 def test_the_program_stores_and_ends_on_sigterm(tmp_path: Path) -> None:
@@ -359,18 +274,6 @@ def test_databases_are_clones_that_the_backends_role_owns(cluster: Cluster, db: 
     other.drop()
 
 
-def test_a_restarted_cluster_keeps_its_port_and_data(cluster: Cluster, db: Database) -> None:
-    db.execute("CREATE TABLE kept AS SELECT 1 AS one")
-    cluster.restart("immediate")
-    assert db.value("SELECT one FROM kept") == 1
-    cluster.stop()
-    assert not cluster.running
-    with pytest.raises(psycopg.OperationalError):
-        db.value("SELECT 1")
-    cluster.start()
-    assert db.value("SELECT 1") == 1
-
-
 def test_the_end_of_a_call_is_one_transaction_in_the_contracts_order(
     backend: Backend, db: Database
 ) -> None:
@@ -398,20 +301,6 @@ def test_the_end_of_a_call_is_one_transaction_in_the_contracts_order(
         assert file.getparams()[:4] == (2, 2, 8000, 4000)
 
 
-def test_a_call_in_an_open_transaction_is_not_visible_yet(backend: Backend, db: Database) -> None:
-    with db.connect(autocommit=False) as connection:
-        call = backend.end_call(connection=connection, events=0)
-        later = backend.enqueue("schedule")
-        assert db.pending() == [later] and later > max(call.seqs)
-    assert db.pending() == [*call.seqs, later]
-
-
-def test_many_calls_are_enqueued_in_one_statement(backend: Backend, db: Database) -> None:
-    first, last = backend.enqueue_many(1000, padding=100)
-    assert last - first == 999 and len(db.pending()) == 1000
-    assert db.value("SELECT count(DISTINCT entity_id) FROM sync_outbox") == 1000
-
-
 # -- the agent's surroundings -------------------------------------------------------------------
 
 
@@ -425,31 +314,3 @@ def test_the_agents_environment_is_clean_and_its_settings_are_in_the_file(
     assert launch.env_file.read_text() == 'SYNC_TOKEN="a \\"b\\" \\\\ #"\n'
     assert launch.command[-3:] == ["--env-file", str(launch.env_file), "run"]
     assert "SYNC_TOKEN" in _Launch(env, ["run"], tmp_path, env_file=False).environ
-
-
-def test_an_agent_is_started_heard_and_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notify: NotifySocket
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, socket, signal, sys\n"
-        "notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-        "notify.sendto(b'READY=1\\nSTATUS=up', os.environ['NOTIFY_SOCKET'])\n"
-        "signal.signal(signal.SIGHUP, lambda *_: print('reloaded', flush=True))\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
-        "print('started', flush=True)\n"
-        "while True: signal.pause()\n"
-    )
-    monkeypatch.setattr("agent.PROGRAM", str(program))
-    with Agent({}, notify=notify, strace=["-e", "trace=exit_group"]) as agent:
-        notify.wait_for("READY=1")
-        assert notify.status == "up"
-        agent.wait_log("started")
-        agent.hup()
-        agent.wait_log("reloaded")
-        assert agent.running and agent.rss_peak_kib() >= agent.rss_kib() > 1000
-        code, seconds = agent.stop()
-        assert code == 3 and seconds < 5
-        wait_until(lambda: "exit_group(3)" in agent.strace_path.read_text(), what="strace's line")
-        with pytest.raises(AssertionError, match="ended with 3"):
-            agent.wait_log("never said")
