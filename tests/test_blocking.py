@@ -11,7 +11,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from backend import Backend, Call
 from frontend import Frontend, Reply, Request
 from ledger import dead, dead_letters, entity_of, let_days_pass, let_hours_pass, waiting
 from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 BOOM = Reply(500, {}, {"error": "boom"})
@@ -31,14 +31,8 @@ HANG = Reply(stall=300)
 HTML = "<html><body>Please log in to the hotel's network</body></html>"
 
 
-@dataclass
-class Scene:
-    """All that is real, and what the frontend thinks of some entries."""
-
-    db: Database
-    frontend: Frontend
-    backend: Backend
-    agent: AgentFactory
+class Scene(Pi):
+    """A Pi with short calls, and a frontend that thinks ill of some entries."""
 
     def call(self) -> Call:
         return self.backend.end_call(seconds=0.01)
@@ -115,8 +109,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory) -> Scene:
-    return Scene(db, frontend, backend, agent)
+def scene(agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database) -> Scene:
+    return Scene(agent, backend, frontend, db)
 
 
 # --- poison at the head -----------------------------------------------------------------------
@@ -150,9 +144,8 @@ def test_poison_at_the_head_delays_good_calls_by_seconds_while_it_is_retried(
 def test_once_delivers_all_that_stands_behind_a_dozen_poisonous_entries(scene: Scene) -> None:
     bad = scene.poison(12)
     first, last = scene.backend.enqueue_many(100)
-    done = scene.agent.once()
-    assert scene.frontend.seqs() == list(range(first, last + 1)), done.stderr
-    assert done.returncode == 75
+    scene.once(code=75)
+    assert scene.frontend.seqs() == list(range(first, last + 1))
     assert scene.db.pending() == bad
 
 
@@ -163,9 +156,8 @@ def test_once_delivers_what_stands_behind_poison_where_the_empty_request_is_refu
     bad = scene.poison(1)
     scene.refuse_empty(refusal)
     first, last = scene.backend.enqueue_many(20)
-    done = scene.agent.once()
-    assert sorted(scene.frontend.seqs()) == list(range(first, last + 1)), done.stderr
-    assert done.returncode == 75
+    scene.once(code=75)
+    assert sorted(scene.frontend.seqs()) == list(range(first, last + 1))
     assert scene.db.pending() == bad
 
 
@@ -224,7 +216,7 @@ def test_two_edits_of_one_entity_behind_much_poison_go_at_once_and_in_order(scen
     entity = str(uuid.uuid4())
     edits = [scene.backend.enqueue("call_log", {"version": n}, entity) for n in (1, 2)]
     scene.agent()
-    scene.frontend.wait(lambda: edits[1] in scene.frontend.seqs(), 30, "both edits")
+    scene.wait_entry(edits[1])
     assert scene.frontend.seqs() == edits
     assert set(scene.db.pending()) >= set(bad)
 
@@ -307,8 +299,7 @@ def test_a_pause_of_an_hour_ends_with_a_reload_that_names_another_frontend(
     running = scene.agent()
     running.wait_log("asks for a pause")
     with Frontend(tmp_path / "other") as other:
-        running.update_env(scene.agent.env(FRONTEND_BASE_URL=other.url))
-        running.hup()
+        running.reload(scene.agent.env(FRONTEND_BASE_URL=other.url))
         scene.only_pending([], 10)
         assert other.files[call.call_log_id].sha256 == call.sha256
         assert other.seqs() == call.seqs[:-1]
@@ -480,7 +471,7 @@ def test_a_corrupt_row_is_named_and_everything_else_flows(entity_type: str, scen
 def test_a_corrupt_row_that_is_met_in_an_outage_holds_nothing_after_it(
     reply: Reply | None, scene: Scene
 ) -> None:
-    assert scene.agent.once().returncode == 0  # makes the schema
+    scene.once()  # makes the schema
     if reply is None:
         scene.frontend.stop()
     else:
@@ -522,7 +513,7 @@ HARMLESS = """drop function serversync.uploaded;
 
 def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scene: Scene) -> None:
     db = scene.db
-    assert scene.agent.once().returncode == 0  # makes the schema
+    scene.once()  # makes the schema
     calls = [scene.call()]
     bad = scene.backend.enqueue("recording")
     calls.append(scene.call())
@@ -547,11 +538,11 @@ def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scen
 
 
 def test_once_gets_past_an_entry_that_ends_the_database_session(scene: Scene) -> None:
-    assert scene.agent.once().returncode == 0  # makes the schema
+    scene.once()  # makes the schema
     bad = scene.backend.enqueue("recording")
     calls = [scene.call()]
     scene.db.execute(DEADLY.format(entity=entity_of(scene.db, bad)))
-    assert scene.agent.once(timeout=120).returncode == 75
+    scene.once(code=75, timeout=120)
     scene.arrive(calls, 1)
     assert waiting(scene.db)[bad]["code"] == "SESSION_LOST"
 
@@ -584,7 +575,7 @@ def test_an_entry_that_hangs_holds_up_no_other_while_a_file_travels_slowly(scene
     let_hours_pass(scene.db)
     scene.retried(bad, 2)
     seq = scene.backend.enqueue()
-    scene.frontend.wait(lambda: seq in scene.frontend.seqs(), 10, "an entry")
+    scene.wait_entry(seq)
     assert not scene.has([large])
     assert waiting(scene.db)[bad[0]]["attempts"] == 0
 
@@ -638,7 +629,7 @@ def test_json_that_trickles_in_as_fast_as_it_goes_out_starves_nothing(
 ) -> None:
     db, frontend, backend = scene.db, scene.frontend, scene.backend
     last = backend.enqueue_many(5)[1]
-    assert scene.agent.once().returncode == 0
+    scene.once()
     let_days_pass(db, 40, last)
 
     def one_more(request: Request) -> None:
