@@ -3,6 +3,7 @@
 import itertools
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,10 @@ from waiting import wait_until
 BOOM = Reply(500, {}, {"error": "boom"})
 REJECTED = Reply(400, {}, {"error": "not like this"})
 HTML = "<html><body>Please log in to the hotel's network</body></html>"
+
+
+# With so few attempts, three tries are more than an entry has.
+FEW: dict[str, Any] = {"SYNC_RETRY_MAX": 2}
 
 
 # --- everything fails -------------------------------------------------------------------------
@@ -34,16 +39,14 @@ OUTAGES: dict[str, tuple[Reply, str, int, int]] = {
 def test_an_outage_of_hours_or_days_kills_nothing_and_everything_arrives_afterwards(
     pi: Pi, reply: Reply, reason: str, hours: int, others: int
 ) -> None:
-    """Nine tries are more than the eight attempts that an entry has."""
     pi.backend.enqueue_many(others)
     call = pi.backend.end_call(recording=others > 0, events=min(others, 2), seconds=0.01)
     pi.frontend.on_head = lambda _: reply
-    for _ in range(9):
-        done = pi.once(code=69)
-        assert reason in done.stderr
-        let_hours_pass(pi.db, hours / 9)
+    for _ in range(3):
+        assert reason in pi.once(code=69, **FEW).stderr
+        let_hours_pass(pi.db, hours / 3)
     # The first that fails is asked about, and so nobody else is blamed.
-    assert len(pi.frontend.requests) <= 9 * 4
+    assert len(pi.frontend.requests) <= 3 * 4
     assert all(failure["attempts"] == 0 for failure in waiting(pi.db).values())
     assert not dead_letters(pi.db)
     pi.frontend.on_head = None
@@ -64,21 +67,21 @@ def test_a_frontend_that_is_half_alive_for_three_days_kills_nothing_and_charges_
     pi.once(code=69)
     assert len(pi.frontend.requests) <= 6 + 30 + 1 + 2  # halved, one by one, the newest, asked
     assert len(waiting(pi.db)) == 30 + 1
-    for _ in range(9):
-        let_hours_pass(pi.db, 8)
+    for _ in range(3):
+        let_hours_pass(pi.db, 24)
         pi.backend.enqueue_many(1)
-        pi.once(code=69)
+        pi.once(code=69, **FEW)
     assert all(failure["attempts"] == 0 for failure in waiting(pi.db).values())
     assert not dead_letters(pi.db)
     # The same of the files alone: three of them.
     pi.frontend.on_entries = None
     pi.frontend.on_file = lambda _: BOOM
     let_hours_pass(pi.db)
-    for _ in range(9):
+    for _ in range(3):
         before = len(pi.frontend.of_kind("file"))
-        pi.agent.once()
+        pi.agent.once(**FEW)
         assert len(pi.frontend.of_kind("file")) - before <= 3
-        let_hours_pass(pi.db, 8)
+        let_hours_pass(pi.db, 24)
     assert pi.db.pending() == [call.seqs[-1] for call in calls]
     assert not dead_letters(pi.db)
     pi.frontend.on_file = None
@@ -154,16 +157,16 @@ def poison(pi: Pi, seq: int, reply: Reply = BOOM) -> None:
     pi.frontend.poison[entity_of(pi.db, seq)] = reply
 
 
-@pytest.mark.parametrize(("hours", "attempts"), [(1, 24), (100, 8)], ids=["young", "old"])
+@pytest.mark.parametrize(("hours", "attempts"), [(1, 6), (100, 2)], ids=["young", "old"])
 def test_one_poisonous_entry_among_a_thousand_delays_no_other_and_dies_in_the_end(
     pi: Pi, hours: int, attempts: int
 ) -> None:
-    """Attempts alone do not kill it, nor does age alone: it takes eight and a day."""
+    """Attempts alone do not kill it, nor does age alone: it takes two and six hours."""
     pi.backend.enqueue_many(456)
     bad = pi.backend.enqueue()
     pi.backend.enqueue_many(544)
     poison(pi, bad)
-    running = pi.agent()
+    running = pi.agent(**FEW, SYNC_RETRY_HOURS=6)
     good = [seq for seq in range(1, 1002) if seq != bad]
     pi.frontend.wait(lambda: len(pi.frontend.entries) == 1000)
     assert pi.frontend.seqs() == good
@@ -199,16 +202,16 @@ def test_without_three_others_of_its_type_between_a_poisonous_entry_is_never_cha
     """Neither two of them nor any number of others, recordings among them, vouch for it."""
     bad = pi.backend.enqueue()
     poison(pi, bad)
-    for _ in range(9):
-        pi.once(code=75)
+    for _ in range(3):
+        pi.once(code=75, **FEW)
         let_hours_pass(pi.db, 30)
         pi.backend.enqueue()
         pi.backend.enqueue()
         pi.backend.enqueue_many(5)
         pi.backend.end_call(seconds=0.01)
-    pi.once(code=75)
-    assert len(pi.frontend.files) == 9
-    assert failures(pi.db)[bad] == ("FRONTEND_5XX", 10, 0)
+    pi.once(code=75, **FEW)
+    assert len(pi.frontend.files) == 3
+    assert failures(pi.db)[bad] == ("FRONTEND_5XX", 4, 0)
     assert not dead_letters(pi.db)
 
 
@@ -229,13 +232,13 @@ def test_one_type_that_fails_for_six_hours_kills_nothing_and_holds_no_other_type
 
     pi.frontend.on_entries = one_type
     running = pi.agent(SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=1)
-    for number in range(12):
+    for number in range(4):
         other = pi.backend.enqueue("schedule")
-        if number % 4 == 0:
+        if number % 2 == 0:
             failing.append(pi.backend.enqueue("call_log"))
         wait_until(partial(arrived, other), 5, "the other type", running.log)
-        wait_until(partial(tried, 9 * number // 12), 40, "a try of each", running.log)
-        let_hours_pass(pi.db, 0.5)
+        wait_until(partial(tried, number), 40, "a try of each", running.log)
+        let_hours_pass(pi.db, 1.5)
     wait_until(lambda: pi.db.pending() == failing)
     assert all(row["attempts"] == 0 for row in waiting(pi.db).values())
     pi.frontend.on_entries = None
@@ -275,10 +278,7 @@ def test_a_frontend_that_takes_64_kib_gets_everything_but_what_is_larger(
     assert pi.frontend.seqs()[-2:] == large
 
 
-REJECTIONS = {"400": REJECTED, "422": Reply(422, {}, {"detail": []}), "rejected": None}
-
-
-@pytest.mark.parametrize("reply", REJECTIONS.values(), ids=REJECTIONS)
+@pytest.mark.parametrize("reply", [REJECTED, None], ids=["400", "rejected"])
 def test_a_frontend_that_rejects_everything_kills_nine_of_a_type_and_the_rest_arrives_later(
     pi: Pi, reply: Reply | None
 ) -> None:
