@@ -16,6 +16,7 @@ from backend import Backend, write_wav
 from frontend import Frontend, Reply, Request, script
 from ledger import counter
 from pg import Database
+from pi import Pi
 from waiting import wait_until
 
 MIB = 1024 * 1024
@@ -50,66 +51,64 @@ def wait_read(backend: Backend) -> None:
     wait_until(lambda: not backend.queue_file.exists() and not processing(backend).exists())
 
 
-def test_calls_are_announced_in_order_as_they_were_written_with_their_id_as_key(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_calls_are_announced_in_order_as_they_were_written_with_their_id_as_key(pi: Pi) -> None:
     data = {"dwellTimeSec": 12, "dtmfHistory": ["1", "3"]}
-    comes = [backend.call_comes_in(), backend.call_comes_in(trigger="ivr_transfer", ivrData=data)]
-    lines = [json.loads(line) for line in backend.queue_file.read_text().splitlines()]
-    agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    frontend.wait(lambda: len(frontend.calls) == 2)
-    wait_read(backend)
-    comes.append(backend.call_comes_in())
-    frontend.wait(lambda: len(frontend.calls) == 3)
-    assert call_ids(frontend) == tried(frontend) == comes
-    assert frontend.calls[:2] == lines
-    wait_until(lambda: dropped(db) == {"sent": 3})
+    comes = [
+        pi.backend.call_comes_in(),
+        pi.backend.call_comes_in(trigger="ivr_transfer", ivrData=data),
+    ]
+    lines = [json.loads(line) for line in pi.backend.queue_file.read_text().splitlines()]
+    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 2)
+    wait_read(pi.backend)
+    comes.append(pi.backend.call_comes_in())
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 3)
+    assert call_ids(pi.frontend) == tried(pi.frontend) == comes
+    assert pi.frontend.calls[:2] == lines
+    wait_until(lambda: dropped(pi.db) == {"sent": 3})
 
 
-def test_without_the_key_the_file_is_left_alone(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    backend.call_comes_in()
-    running = agent()
-    running.wait_sentence("all delivered")
-    backend.enqueue()
-    frontend.wait(lambda: frontend.entries)
-    assert backend.queue_file.exists()
-    assert not frontend.of_kind("call")
+def test_without_the_key_the_file_is_left_alone(pi: Pi) -> None:
+    pi.backend.call_comes_in()
+    pi.idle()
+    pi.backend.enqueue()
+    pi.frontend.wait(lambda: pi.frontend.entries)
+    assert pi.backend.queue_file.exists()
+    assert not pi.frontend.of_kind("call")
 
 
 def test_a_call_is_announced_within_two_seconds_while_a_recording_of_100_mb_is_uploaded(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
+    pi: Pi,
 ) -> None:
-    call = backend.end_call()
+    call = pi.backend.end_call()
     write_wav(call.wav, seconds=3125)
-    frontend.read_rate = 4 * MIB
-    running = agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    frontend.wait(lambda: frontend.of_kind("file")[0].received > MIB)
+    pi.frontend.read_rate = 4 * MIB
+    running = pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("file")[0].received > MIB)
     took = []
     for number in range(1, 4):
         began = time.monotonic()
-        backend.call_comes_in()
-        frontend.wait(lambda number=number: len(frontend.calls) == number)  # type: ignore[misc]
+        pi.backend.call_comes_in()
+        pi.frontend.wait(lambda number=number: len(pi.frontend.calls) == number)  # type: ignore[misc]
         took.append(time.monotonic() - began)
-        wait_until(lambda: not processing(backend).exists())
-    (upload,) = frontend.of_kind("file")
+        wait_until(lambda: not processing(pi.backend).exists())
+    (upload,) = pi.frontend.of_kind("file")
     assert upload.finished is None, "the upload was over before"
     assert max(took) < 2, took
     assert running.running
 
 
 def test_what_waits_for_a_frontend_that_is_down_is_announced_when_it_is_back(
-    announcer: Agent, backend: Backend, frontend: Frontend
+    pi: Pi, announcer: Agent
 ) -> None:
-    frontend.stop()
-    comes = [backend.call_comes_in(), backend.call_comes_in()]
+    pi.frontend.stop()
+    comes = [pi.backend.call_comes_in(), pi.backend.call_comes_in()]
     announcer.wait_log("incoming calls are not announced: the frontend cannot be reached")
-    assert processing(backend).exists()
-    comes.append(backend.call_comes_in())
-    frontend.start()
-    frontend.wait(lambda: len(frontend.calls) == 3)
-    assert call_ids(frontend) == comes
+    assert processing(pi.backend).exists()
+    comes.append(pi.backend.call_comes_in())
+    pi.frontend.start()
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 3)
+    assert call_ids(pi.frontend) == comes
 
 
 @pytest.mark.parametrize(
@@ -126,51 +125,47 @@ def test_what_waits_for_a_frontend_that_is_down_is_announced_when_it_is_back(
     ids=lambda reply: str(reply.status) + str(reply.body)[:8],
 )
 def test_what_the_frontend_did_not_take_is_tried_again_before_the_next(
-    announcer: Agent, backend: Backend, frontend: Frontend, answer: Reply
+    pi: Pi, announcer: Agent, answer: Reply
 ) -> None:
-    frontend.on_call = script(answer)
-    first, second = backend.call_comes_in(), backend.call_comes_in()
-    frontend.wait(lambda: len(frontend.calls) == 2)
-    assert tried(frontend) == [first, first, second]
+    pi.frontend.on_call = script(answer)
+    first, second = pi.backend.call_comes_in(), pi.backend.call_comes_in()
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 2)
+    assert tried(pi.frontend) == [first, first, second]
 
 
-def test_nobody_hears_of_yesterday_s_call(
-    announcer: Agent, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    backend.call_comes_in(age=86400)
-    backend.call_comes_in(age=121)
-    fresh = backend.call_comes_in(age=60)
-    frontend.wait(lambda: frontend.calls)
-    assert tried(frontend) == [fresh]
-    wait_until(lambda: dropped(db) == {"sent": 1, "stale": 2})
+def test_nobody_hears_of_yesterday_s_call(pi: Pi, announcer: Agent) -> None:
+    pi.backend.call_comes_in(age=86400)
+    pi.backend.call_comes_in(age=121)
+    fresh = pi.backend.call_comes_in(age=60)
+    pi.frontend.wait(lambda: pi.frontend.calls)
+    assert tried(pi.frontend) == [fresh]
+    wait_until(lambda: dropped(pi.db) == {"sent": 1, "stale": 2})
     assert "2 stale" in announcer.wait_log("not announced any more")
 
 
-def test_what_became_too_old_during_an_outage_is_dropped_and_counted(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    frontend.on_call = lambda _: Reply(503)
-    agent(NOTIFICATION_QUEUE_FILE=backend.queue_file, SYNC_NOTIFY_MAX_AGE_SEC=3)
-    backend.call_comes_in()
-    wait_until(lambda: dropped(db) == {"stale": 1})
-    frontend.on_call = None
-    fresh = backend.call_comes_in()
-    frontend.wait(lambda: frontend.calls)
-    assert call_ids(frontend) == [fresh]
+def test_what_became_too_old_during_an_outage_is_dropped_and_counted(pi: Pi) -> None:
+    pi.frontend.on_call = lambda _: Reply(503)
+    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file, SYNC_NOTIFY_MAX_AGE_SEC=3)
+    pi.backend.call_comes_in()
+    wait_until(lambda: dropped(pi.db) == {"stale": 1})
+    pi.frontend.on_call = None
+    fresh = pi.backend.call_comes_in()
+    pi.frontend.wait(lambda: pi.frontend.calls)
+    assert call_ids(pi.frontend) == [fresh]
 
 
 def test_a_call_of_tomorrow_that_is_never_taken_blocks_nothing_for_longer_than_one_of_today(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+    pi: Pi,
 ) -> None:
     """The clock was wrong when it came in."""
-    strange = backend.call_comes_in(age=-86400)
-    fresh = backend.call_comes_in(age=-30)
-    frontend.on_call = lambda request: (
+    strange = pi.backend.call_comes_in(age=-86400)
+    fresh = pi.backend.call_comes_in(age=-30)
+    pi.frontend.on_call = lambda request: (
         Reply(500) if request.headers["Idempotency-Key"] == strange else None
     )
-    agent(NOTIFICATION_QUEUE_FILE=backend.queue_file, SYNC_NOTIFY_MAX_AGE_SEC=3)
-    frontend.wait(lambda: call_ids(frontend) == [fresh])
-    wait_until(lambda: dropped(db) == {"stale": 1, "sent": 1})
+    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file, SYNC_NOTIFY_MAX_AGE_SEC=3)
+    pi.frontend.wait(lambda: call_ids(pi.frontend) == [fresh])
+    wait_until(lambda: dropped(pi.db) == {"stale": 1, "sent": 1})
 
 
 BAD = [
@@ -189,17 +184,15 @@ BAD = [
 ]
 
 
-def test_a_bad_line_blocks_nothing(
-    announcer: Agent, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_a_bad_line_blocks_nothing(pi: Pi, announcer: Agent) -> None:
     comes = []
     for line in BAD:
-        backend.write_line(line)
-        comes.append(backend.call_comes_in())
-    frontend.wait(lambda: len(frontend.calls) == len(BAD))
-    assert call_ids(frontend) == comes
-    wait_read(backend)
-    counts = dropped(db)
+        pi.backend.write_line(line)
+        comes.append(pi.backend.call_comes_in())
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == len(BAD))
+    assert call_ids(pi.frontend) == comes
+    wait_read(pi.backend)
+    counts = dropped(pi.db)
     assert counts.pop("sent") == len(BAD)
     assert counts.pop("bad") == len(BAD) + 1  # the long one is read in two pieces
     assert not counts and announcer.running
@@ -207,124 +200,112 @@ def test_a_bad_line_blocks_nothing(
 
 @pytest.mark.parametrize("status", [400, 401, 404, 409, 413, 422])
 def test_a_call_that_the_frontend_refuses_blocks_nothing(
-    announcer: Agent, backend: Backend, frontend: Frontend, db: Database, status: int
+    pi: Pi, announcer: Agent, status: int
 ) -> None:
-    frontend.on_call = script(Reply(status, body={"error": "no thanks"}))
-    refused, taken = backend.call_comes_in(), backend.call_comes_in()
-    frontend.wait(lambda: frontend.calls)
-    assert tried(frontend) == [refused, taken]
-    assert call_ids(frontend) == [taken]
-    wait_until(lambda: dropped(db) == {"sent": 1, "refused": 1})
+    pi.frontend.on_call = script(Reply(status, body={"error": "no thanks"}))
+    refused, taken = pi.backend.call_comes_in(), pi.backend.call_comes_in()
+    pi.frontend.wait(lambda: pi.frontend.calls)
+    assert tried(pi.frontend) == [refused, taken]
+    assert call_ids(pi.frontend) == [taken]
+    wait_until(lambda: dropped(pi.db) == {"sent": 1, "refused": 1})
     assert f"HTTP {status}" in announcer.wait_log("incoming calls are not announced")
 
 
-def test_a_call_that_the_frontend_has_already_is_announced(
-    announcer: Agent, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    frontend.on_call = script(Reply(409, body={"code": "ALREADY_PROCESSED"}))
-    backend.call_comes_in()
-    wait_until(lambda: dropped(db) == {"sent": 1})
+def test_a_call_that_the_frontend_has_already_is_announced(pi: Pi, announcer: Agent) -> None:
+    pi.frontend.on_call = script(Reply(409, body={"code": "ALREADY_PROCESSED"}))
+    pi.backend.call_comes_in()
+    wait_until(lambda: dropped(pi.db) == {"sent": 1})
     assert announcer.running
 
 
-def test_a_call_id_may_hold_anything(
-    announcer: Agent, backend: Backend, frontend: Frontend
-) -> None:
+def test_a_call_id_may_hold_anything(pi: Pi, announcer: Agent) -> None:
     names = ["a\r\nX-Evil: 1", "é電話 \ud800", "x" * 5000, "8HnT2kQ-a3x9..@192.0.2.7"]
     for name in names:
-        backend.call_comes_in(name)
-    frontend.wait(lambda: len(frontend.calls) == len(names))
-    assert call_ids(frontend) == names
-    assert all("X-Evil" not in request.headers for request in frontend.of_kind("call"))
-    assert tried(frontend)[3] == names[3]
+        pi.backend.call_comes_in(name)
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == len(names))
+    assert call_ids(pi.frontend) == names
+    assert all("X-Evil" not in request.headers for request in pi.frontend.of_kind("call"))
+    assert tried(pi.frontend)[3] == names[3]
     assert announcer.running
 
 
-def test_a_line_that_is_written_late_or_in_pieces_is_read(
-    announcer: Agent, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_a_line_that_is_written_late_or_in_pieces_is_read(pi: Pi, announcer: Agent) -> None:
     """By a writer that opened the file before it was renamed."""
-    first = backend.call_comes_in()
-    line = backend.queue_file.read_text().replace(first, "late")
-    with backend.queue_file.open("a") as late:
-        frontend.wait(lambda: frontend.calls)
-        wait_until(lambda: dropped(db) == {"sent": 1})
-        assert not backend.queue_file.exists()
+    first = pi.backend.call_comes_in()
+    line = pi.backend.queue_file.read_text().replace(first, "late")
+    with pi.backend.queue_file.open("a") as late:
+        pi.frontend.wait(lambda: pi.frontend.calls)
+        wait_until(lambda: dropped(pi.db) == {"sent": 1})
+        assert not pi.backend.queue_file.exists()
         late.write(line[:20])
         late.flush()
-        second = backend.call_comes_in()  # a new file
+        second = pi.backend.call_comes_in()  # a new file
         late.write(line[20:])
-    frontend.wait(lambda: len(frontend.calls) == 3)
-    assert call_ids(frontend) == [first, "late", second]
-    wait_read(backend)
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 3)
+    assert call_ids(pi.frontend) == [first, "late", second]
+    wait_read(pi.backend)
     assert announcer.running
 
 
-def test_a_writer_that_never_rests_loses_nothing(
-    announcer: Agent, backend: Backend, frontend: Frontend
-) -> None:
+def test_a_writer_that_never_rests_loses_nothing(pi: Pi, announcer: Agent) -> None:
     """It opens the file for each line while that is read and renamed."""
     comes: list[str] = []
 
     def write() -> None:
-        while len(comes) < 3000:
-            comes.append(backend.call_comes_in(f"{len(comes)}"))
+        while len(comes) < 1500:
+            comes.append(pi.backend.call_comes_in(f"{len(comes)}"))
             time.sleep(0.002)
 
     writer = threading.Thread(target=write)
     writer.start()
-    frontend.wait(lambda: len(frontend.calls) >= 3000, 60)
+    pi.frontend.wait(lambda: len(pi.frontend.calls) >= 1500, 60)
     writer.join()
-    wait_read(backend)
-    assert call_ids(frontend) == comes
+    wait_read(pi.backend)
+    assert call_ids(pi.frontend) == comes
     assert announcer.running
 
 
 def test_a_file_of_100_mb_that_grew_meanwhile_takes_no_memory_and_old_calls_are_dropped(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
+    pi: Pi,
 ) -> None:
-    backend.call_comes_in(age=3600)
-    line = backend.queue_file.read_bytes()
+    pi.backend.call_comes_in(age=3600)
+    line = pi.backend.queue_file.read_bytes()
     number = 100 * MIB // len(line)
-    with backend.queue_file.open("ab") as file:
+    with pi.backend.queue_file.open("ab") as file:
         for _ in range(100):
             file.write(line * (number // 100))
-    old = backend.queue_file.stat().st_size // len(line)
-    fresh = backend.call_comes_in()
-    running = agent(NOTIFICATION_QUEUE_FILE="", SYNC_LOG_LEVEL="error")
-    running.wait_sentence("all delivered")
+    old = pi.backend.queue_file.stat().st_size // len(line)
+    fresh = pi.backend.call_comes_in()
+    running = pi.idle(NOTIFICATION_QUEUE_FILE="", SYNC_LOG_LEVEL="error")
     before = running.rss_peak_kib()
-    running.update_env(agent.env(NOTIFICATION_QUEUE_FILE=backend.queue_file))
-    running.hup()
-    frontend.wait(lambda: frontend.of_kind("call") or not processing(backend).exists(), 5)
-    backend.end_call(recording=False)
-    frontend.wait(lambda: len(frontend.entries) == 3)  # entries go on meanwhile
-    frontend.wait(lambda: call_ids(frontend) == [fresh], 120)
-    wait_until(lambda: dropped(db) == {"sent": 1, "stale": old})
+    running.reload(pi.agent.env(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
+    pi.frontend.wait(lambda: pi.frontend.of_kind("call") or not processing(pi.backend).exists(), 5)
+    pi.backend.end_call(recording=False)
+    pi.frontend.wait(lambda: len(pi.frontend.entries) == 3)  # entries go on meanwhile
+    pi.frontend.wait(lambda: call_ids(pi.frontend) == [fresh], 120)
+    wait_until(lambda: dropped(pi.db) == {"sent": 1, "stale": old})
     assert running.rss_peak_kib() - before < 4096
 
 
-def test_while_no_call_comes_in_the_agent_only_looks_for_the_file(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
+def test_while_no_call_comes_in_the_agent_only_looks_for_the_file(pi: Pi) -> None:
     """Not even what waits, or needs a person, has it ask the database, or write, each second."""
-    backend.enqueue()
-    running = agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    wait_until(lambda: not db.pending())
+    pi.backend.enqueue()
+    running = pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.wait_delivered()
     letter = """
         insert into serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,
             error_code, error_message, attempts)
         values (7, 'schedule', gen_random_uuid(), '{}', '{}', 'BAD_REQUEST', 'no', 1)
     """
-    db.execute(letter)
-    backend.enqueue()
+    pi.db.execute(letter)
+    pi.backend.enqueue()
     running.wait_sentence("1 dead letter needs you")
     statement = "select query_start from pg_stat_activity where application_name = 'serversync'"
     mine = f"{statement} and datname = current_database()"
     state = running.runtime_dir / "state.json"
 
     def seen() -> tuple[object, int]:
-        return db.value(mine), state.stat().st_ino
+        return pi.db.value(mine), state.stat().st_ino
 
     def quiet_for_three_looks() -> bool:
         before = seen()
@@ -332,8 +313,8 @@ def test_while_no_call_comes_in_the_agent_only_looks_for_the_file(
         return seen() == before
 
     assert quiet_for_three_looks() or quiet_for_three_looks()  # its own look each 30 s
-    backend.call_comes_in()
-    wait_until(lambda: dropped(db) == {"sent": 1})
+    pi.backend.call_comes_in()
+    wait_until(lambda: dropped(pi.db) == {"sent": 1})
 
 
 # Calls of the system: the agent is killed at the first of its kind that counts, at a later one, …
@@ -347,136 +328,119 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_kill_at_any_step_loses_no_call_and_repeats_one_at_most(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, step: str
-) -> None:
+def test_a_kill_at_any_step_loses_no_call_and_repeats_one_at_most(pi: Pi, step: str) -> None:
     comes: list[str] = []
     kills, (first, apart) = 0, STEPS[step]
     for number in range(5):
-        comes += [backend.call_comes_in(f"{len(comes) + each}") for each in range(2)]
+        comes += [pi.backend.call_comes_in(f"{len(comes) + each}") for each in range(2)]
         when = first + number * apart
         armed = ["-e", f"trace={step}", "-e", f"inject={step}:signal=KILL:when={when}"]
-        running = agent(NOTIFICATION_QUEUE_FILE=backend.queue_file, strace=armed)
+        running = pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file, strace=armed)
         wait_until(
             lambda running=running: (
                 not running.running  # type: ignore[misc]
-                or not (backend.queue_file.exists() or processing(backend).exists())
+                or not (pi.backend.queue_file.exists() or processing(pi.backend).exists())
             )
         )
         kills += not running.running
         if running.running:
             running.kill()
-    agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    frontend.wait(lambda: set(call_ids(frontend)) == set(comes), 30)
-    wait_read(backend)
+    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.frontend.wait(lambda: set(call_ids(pi.frontend)) == set(comes), 30)
+    wait_read(pi.backend)
     assert kills
-    often = Counter(call_ids(frontend))
+    often = Counter(call_ids(pi.frontend))
     assert sum(often.values()) - len(often) <= kills
-    firsts = list(dict.fromkeys(call_ids(frontend)))
+    firsts = list(dict.fromkeys(call_ids(pi.frontend)))
     assert firsts == comes
 
 
-def test_a_kill_between_answer_and_note_repeats_one_call_and_no_other(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    comes = [backend.call_comes_in(str(number)) for number in range(5)]
+def test_a_kill_between_answer_and_note_repeats_one_call_and_no_other(pi: Pi) -> None:
+    comes = [pi.backend.call_comes_in(str(number)) for number in range(5)]
     started: list[Agent] = []
 
     def kill(request: Request) -> None:
-        if request.kind == "call" and len(started) == 1 and len(frontend.calls) == 3:
+        if request.kind == "call" and len(started) == 1 and len(pi.frontend.calls) == 3:
             started[0].kill()
 
-    frontend.on_call = lambda request: (
+    pi.frontend.on_call = lambda request: (
         Reply(body={"ok": True}, store=True) if kill(request) is None else None  # type: ignore[func-returns-value]
     )
-    started.append(agent(NOTIFICATION_QUEUE_FILE=backend.queue_file))
+    started.append(pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
     wait_until(lambda: not started[0].running)
-    started.append(agent(NOTIFICATION_QUEUE_FILE=backend.queue_file))
-    frontend.wait(lambda: call_ids(frontend)[-1:] == comes[-1:])
-    assert call_ids(frontend) == ["0", "1", "2", "3", "3", "4"]
+    started.append(pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
+    pi.frontend.wait(lambda: call_ids(pi.frontend)[-1:] == comes[-1:])
+    assert call_ids(pi.frontend) == ["0", "1", "2", "3", "3", "4"]
 
 
-def test_a_stop_ends_the_announcement_under_way_and_it_is_not_repeated(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    frontend.on_call = script(Reply(body={"ok": True}, store=True, delay=0.3))
-    comes = [backend.call_comes_in(), backend.call_comes_in()]
-    running = agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    frontend.wait(lambda: frontend.of_kind("call"))
+def test_a_stop_ends_the_announcement_under_way_and_it_is_not_repeated(pi: Pi) -> None:
+    pi.frontend.on_call = script(Reply(body={"ok": True}, store=True, delay=0.3))
+    comes = [pi.backend.call_comes_in(), pi.backend.call_comes_in()]
+    running = pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("call"))
     assert running.stop()[0] == 0
-    agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    frontend.wait(lambda: len(frontend.calls) == 2)
-    assert call_ids(frontend) == comes
+    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 2)
+    assert call_ids(pi.frontend) == comes
 
 
-def test_a_file_that_another_program_left_half_done_is_read_first(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
+def test_a_file_that_another_program_left_half_done_is_read_first(pi: Pi) -> None:
     """The author's own, when it was stopped."""
-    left = backend.call_comes_in()
-    backend.queue_file.rename(processing(backend))
-    comes = [left, backend.call_comes_in()]
-    agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    frontend.wait(lambda: len(frontend.calls) == 2)
-    assert call_ids(frontend) == comes
+    left = pi.backend.call_comes_in()
+    pi.backend.queue_file.rename(processing(pi.backend))
+    comes = [left, pi.backend.call_comes_in()]
+    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    pi.frontend.wait(lambda: len(pi.frontend.calls) == 2)
+    assert call_ids(pi.frontend) == comes
 
 
-def test_rights_that_are_missing_are_said_and_deliveries_go_on(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, public: Path
-) -> None:
+def test_rights_that_are_missing_are_said_and_deliveries_go_on(pi: Pi, public: Path) -> None:
     directory = public / "notifications"
     directory.mkdir()
     os.chown(directory, 65534, 65534)
-    backend.enqueue()
-    running = agent(
+    pi.backend.enqueue()
+    running = pi.agent(
         NOTIFICATION_QUEUE_FILE=directory / "pending.jsonl",
         prefix=["setpriv", "--bounding-set=-all", "--inh-caps=-all"],  # a root without its powers
     )
-    backend.call_comes_in()
-    backend.queue_file.rename(directory / "pending.jsonl")
+    pi.backend.call_comes_in()
+    pi.backend.queue_file.rename(directory / "pending.jsonl")
     running.wait_log(
         f"incoming calls are not announced: {directory}/pending.jsonl: Permission denied"
     )
     wait_until(lambda: "Permission denied" in running.state()["sentence"])
-    frontend.wait(lambda: frontend.entries)
+    pi.frontend.wait(lambda: pi.frontend.entries)
     os.chown(directory, 0, 0)
-    frontend.wait(lambda: frontend.calls)
+    pi.frontend.wait(lambda: pi.frontend.calls)
     wait_until(lambda: "Permission denied" not in running.state()["sentence"])
 
 
-def test_a_reload_takes_another_file(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-    backend.call_comes_in()
-    running.update_env(agent.env(NOTIFICATION_QUEUE_FILE=backend.queue_file))
-    running.hup()
-    frontend.wait(lambda: frontend.calls)
+def test_a_reload_takes_another_file(pi: Pi) -> None:
+    running = pi.idle()
+    pi.backend.call_comes_in()
+    running.reload(pi.agent.env(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
+    pi.frontend.wait(lambda: pi.frontend.calls)
 
 
-def test_a_pause_that_the_frontend_asked_for_holds_for_calls_too(
-    announcer: Agent, backend: Backend, frontend: Frontend
-) -> None:
-    frontend.on_entries = lambda _: Reply(429, {"Retry-After": "3600"})
-    backend.enqueue()
+def test_a_pause_that_the_frontend_asked_for_holds_for_calls_too(pi: Pi, announcer: Agent) -> None:
+    pi.frontend.on_entries = lambda _: Reply(429, {"Retry-After": "3600"})
+    pi.backend.enqueue()
     announcer.wait_log("outage, nothing is lost")
-    backend.call_comes_in()
-    wait_until(lambda: processing(backend).exists())
-    backend.enqueue()
-    assert not frontend.of_kind("call")
-    frontend.on_entries = None
+    pi.backend.call_comes_in()
+    wait_until(lambda: processing(pi.backend).exists())
+    pi.backend.enqueue()
+    assert not pi.frontend.of_kind("call")
+    pi.frontend.on_entries = None
     announcer.hup()
-    frontend.wait(lambda: frontend.calls)
+    pi.frontend.wait(lambda: pi.frontend.calls)
 
 
-def test_a_queue_that_is_switched_off_is_no_trouble_any_more(
-    agent: AgentFactory, backend: Backend
-) -> None:
-    processing(backend).mkdir(parents=True)  # nothing that could be read
-    running = agent(NOTIFICATION_QUEUE_FILE=backend.queue_file)
-    running.wait_sentence(f"incoming calls are not announced: {processing(backend)}: not a plain")
+def test_a_queue_that_is_switched_off_is_no_trouble_any_more(pi: Pi) -> None:
+    processing(pi.backend).mkdir(parents=True)  # nothing that could be read
+    running = pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
+    running.wait_sentence(
+        f"incoming calls are not announced: {processing(pi.backend)}: not a plain"
+    )
     assert running.state()["told"][0][0] == "person"
-    running.update_env(agent.env())
-    running.hup()
+    running.reload(pi.agent.env())
     running.wait_sentence("all delivered")
