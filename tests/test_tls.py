@@ -298,23 +298,6 @@ def test_twenty_megabytes_arrive_over_tls_byte_for_byte(
     assert not call.directory.exists()
 
 
-def test_new_entries_overtake_a_slow_upload_over_tls(
-    pi: Pi, secure: Frontend, trusting: dict[str, Any]
-) -> None:
-    pi.agent(**trusting).wait_sentence("all delivered")
-    secure.on_head = lambda request: (
-        setattr(secure, "read_rate", 500_000) if request.kind == "file" else None
-    )
-    slow = pi.backend.end_call(seconds=120)
-    secure.wait(lambda: secure.of_kind("file")[0].received > 100_000)
-    quick = pi.backend.end_call(recording=False)
-    secure.wait(lambda: secure.received(quick.call_log_id), 5, "entries during an upload")
-    assert secure.of_kind("file")[0].finished is None
-    secure.read_rate = None
-    secure.wait(lambda: secure.playable(slow.recording_id))
-    assert len(secure.of_kind("file")) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [3_000, 20_000])
 def test_an_upload_over_a_slow_line_goes_through_in_one_piece_and_entries_between(

@@ -377,15 +377,6 @@ def test_a_retry_after_that_makes_no_sense_is_an_ordinary_outage(pi: Pi, value: 
     wait_until(lambda: not waiting(pi.db), what="its end", state=running.log)
 
 
-@rows("value", ["86400", "date"])
-def test_a_retry_after_of_days_counts_as_one_hour(pi: Pi, value: str) -> None:
-    pi.backend.enqueue()
-    value = _in_seconds(30 * 86400) if value == "date" else value
-    pi.frontend.on_entries = lambda _: Reply(429, {"Retry-After": value})
-    said = re.search(r"next try in (\d+) s", pi.agent.once().stderr)
-    assert said and 3600 <= int(said[1]) <= 3960  # the random part comes on top
-
-
 def test_entries_that_are_told_to_wait_wait_so_long_and_the_others_only_for_seconds(pi: Pi) -> None:
     """More of them in a row than make an outage, and the newest entry of all, which is the first to
     be tried then. The good ones stand between, and no new one shows that the frontend lives."""
