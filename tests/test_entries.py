@@ -200,8 +200,7 @@ def test_a_bare_outbox_is_sent_without_the_other_tables(pi: Pi) -> None:
     assert pi.frontend.seqs() == seqs
 
 
-@pytest.mark.parametrize("base_path", ["", "/app", "/a/b.c"])
-@pytest.mark.parametrize("slashes", ["", "/", "//"])
+@pytest.mark.parametrize(("base_path", "slashes"), [("", ""), ("/app", "/"), ("/a/b.c", "//")])
 def test_the_request_has_one_plain_head_and_no_double_slash(
     pi: Pi, base_path: str, slashes: str, tmp_path: Path
 ) -> None:

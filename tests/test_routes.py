@@ -152,38 +152,42 @@ def test_without_a_key_in_the_payload_each_entry_has_its_own_and_keeps_it(pi: Ro
     assert sorted(map(str, pi.broker.keys)) == sorted([str(first), str(second)] * 2)
 
 
-@pytest.mark.parametrize("key", ["a\r\nX-Evil: 1", "注文 7", "x" * 5000])
-def test_a_key_may_hold_anything(pi: Routed, key: str) -> None:
-    pi.order(idempotency_key=key)
+def test_a_key_may_hold_anything(pi: Routed) -> None:
+    for key in ("a\r\nX-Evil: 1", "注文 7", "x" * 5000):
+        pi.order(idempotency_key=key)
     pi.run()
     pi.wait_delivered()
-    assert "X-Evil" not in pi.broker.requests[0].headers
-    assert 0 < len(str(pi.broker.keys[0])) < 2500
+    assert len(pi.broker.taken) == 3
+    assert not [request for request in pi.broker.requests if "X-Evil" in request.headers]
+    assert all(0 < len(str(key)) < 2500 for key in pi.broker.keys)
 
 
 @pytest.mark.parametrize("status", [200, 409])
-@pytest.mark.parametrize("key", ["注文 7", "order 17", 17])
-def test_an_answer_may_repeat_the_key_as_the_payload_has_it(
-    pi: Routed, key: Any, status: int
-) -> None:
+def test_an_answer_may_repeat_the_key_as_the_payload_has_it(pi: Routed, status: int) -> None:
     """The header has it in ASCII. A 409 has a text as its key, as everywhere."""
-    echo = key if status == 200 else str(key)
-    pi.broker.next = lambda _: Reply(status, body={"idempotency_key": echo})
-    pi.order(idempotency_key=key)
+
+    def echo(request: Request) -> Reply:
+        key = json.loads(request.body or b"")["idempotency_key"]
+        return Reply(status, body={"idempotency_key": key if status == 200 else str(key)})
+
+    pi.broker.next = echo
+    for key in ("注文 7", "order 17", 17):
+        pi.order(idempotency_key=key)
     pi.run()
     pi.wait_delivered()
-    assert len(pi.broker.requests) == 1 and not dead(pi.db)
+    assert len(pi.broker.requests) == 3 and not dead(pi.db)
 
 
-@pytest.mark.parametrize("payload", [None, 7, "text", [1, 2], {"deep": [{"a": "é\u2028"}]}])
-def test_any_payload_goes_as_it_is(pi: Routed, payload: Any) -> None:
-    pi.db.execute(
-        "insert into sync_outbox (entity_type, entity_id, payload) values ('order', %s, %s)",
-        (str(uuid.uuid4()), json.dumps(payload)),
-    )
+def test_any_payload_goes_as_it_is(pi: Routed) -> None:
+    payloads: list[Any] = [None, 7, "text", [1, 2], {"deep": [{"a": "é\u2028"}]}]
+    for payload in payloads:
+        pi.db.execute(
+            "insert into sync_outbox (entity_type, entity_id, payload) values ('order', %s, %s)",
+            (str(uuid.uuid4()), json.dumps(payload)),
+        )
     pi.run()
     pi.wait_delivered()
-    assert pi.broker.taken == [payload]
+    assert pi.broker.taken == payloads
 
 
 def test_an_entry_that_is_too_large_is_dead_and_blocks_nothing(pi: Routed) -> None:

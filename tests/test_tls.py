@@ -325,16 +325,17 @@ def test_an_upload_over_a_slow_line_goes_through_in_one_piece_and_entries_betwee
     assert max(waits) <= 5 + 1, (waits, running.log())  # and a second for a busy machine
 
 
+TOO_EARLY = Reply(200, body={"fileUrl": "https://f/x"})
+
+
 @pytest.mark.parametrize(
-    ("reply", "code"),
+    ("reply", "code", "ending"),
     [
-        (Reply(413, body={"error": "too large"}), "TOO_LARGE"),
-        (Reply(507, body="disk full"), "FRONTEND_5XX"),
-        (Reply(200, body={"fileUrl": "https://f/x"}), "BAD_RESPONSE"),
+        (Reply(413, body={"error": "too large"}), "TOO_LARGE", "close"),
+        (Reply(507, body="disk full"), "FRONTEND_5XX", "announced"),
+        *((TOO_EARLY, "BAD_RESPONSE", ending) for ending in ("close", "pause", "announced")),
     ],
-    ids=["413", "507", "200"],
 )
-@pytest.mark.parametrize("ending", ["close", "pause", "announced"])
 def test_answer_before_the_end_of_an_upload_over_tls_counts_but_confirms_nothing(
     pi: Pi, secure: Frontend, trusting: dict[str, Any], reply: Reply, code: str, ending: str
 ) -> None:
