@@ -195,7 +195,11 @@ _absolute = _like(r"/[\s\S]*", "an absolute path")  # of secrets: a wrong one is
 
 
 def _frontend(value: str) -> str:
-    return _url(value).rstrip("/")
+    url = _url(value).rstrip("/")
+    right = re.sub("(?<![:/])/+api(/+ingest(/+sync)?)?$", "", url)
+    if right != url:
+        raise ValueError(f"must be without /api…: {right}")
+    return url
 
 
 _local = _like(r"(?!~|\w+:)[^\0]+", "a path; a relative one is meant from the working directory")

@@ -100,6 +100,8 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
             ("http://[2001:db8::7]:8080/", "http://[2001:db8::7]:8080"),
             (" https://voice.example.com ", "https://voice.example.com"),
             ("HTTPS://Voice.Example.COM", "HTTPS://Voice.Example.COM"),
+            ("https://h/my-api", "https://h/my-api"),
+            ("https://api/ingest", "https://api/ingest"),
         ],
         [
             "voice.example.com",
@@ -315,6 +317,15 @@ def test_a_parameter_of_another_library_in_the_database_s_url_is_named() -> None
 def test_what_may_be_a_piece_of_a_password_is_not_named(url: str) -> None:
     (problem,) = problems({"DATABASE_URL": url})
     assert "hunter" not in problem
+
+
+@pytest.mark.parametrize(
+    "end", ["/api", "/api/", "/api/ingest", "//api/ingest/", "/api/ingest/sync/"]
+)
+@pytest.mark.parametrize("right", ["https://voice.example.com", "http://[::1]:3000/voice/box"])
+def test_a_base_url_that_ends_in_api_is_an_error_with_the_right_one(right: str, end: str) -> None:
+    found = problems({"FRONTEND_BASE_URL": right + end})
+    assert found == [f"FRONTEND_BASE_URL must be without /api…: {right}"]
 
 
 def test_a_name_of_the_first_edition_works_and_the_author_s_own_wins(env_file: Path) -> None:
