@@ -532,22 +532,6 @@ class Order:
     payload: str | None  # None: it is too large
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """What is written down of a request that was confirmed."""
-
-    kind: str
-    bytes: int
-    key: str
-    request_sha256: str | None
-    answer: Answer
-    call_log_id: str | None = None
-    entity_id: str | None = None
-    url: str | None = None
-    directory: str | None = None
-    files: str = "[]"  # what may be deleted now, as JSON
-
-
 @dataclass
 class Result:
     """What a request brought, until it is written down."""
@@ -2067,15 +2051,6 @@ class Session:
         return called
 
 
-@dataclass(frozen=True)
-class Look:
-    interval: float | None
-    entries: bool
-    files: bool
-    waiting: bool
-    lacking: bool  # the index or the trigger
-
-
 class Store:
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -2122,15 +2097,19 @@ class Store:
         row = self.first(PAST, seq=seq, readable=readable)
         return Past(*row) if row else None
 
-    def confirm(self, seqs: Sequence[int], receipt: Receipt) -> None:
-        """A recording's survives a power cut, whatever the database's default."""
-        answer = receipt.answer
+    def confirm(
+        self, seqs: Sequence[int], kind: str, answer: Answer, key: str = "", size: int = 0,
+        request_sha256: str | None = None, **file: str,
+    ) -> None:  # fmt: skip
+        """A request that was confirmed. `file`: what receipt and deletion need of a recording."""
         digest = hashlib.sha256(answer.body).hexdigest() if answer.body else None
-        params = vars(receipt) | {"status": answer.status, "seconds": answer.duration}
-        params |= {"seqs": list(seqs), "answer_sha256": digest}
         known = {None: "already_uploaded", 409: "conflict_processed"}
-        params["outcome"] = known.get(answer.status, "sent")
-        if receipt.kind == "file":
+        params = {"seqs": list(seqs), "kind": kind, "bytes": size, "key": key}
+        params |= {"request_sha256": request_sha256, "answer_sha256": digest}
+        params |= {"status": answer.status, "outcome": known.get(answer.status, "sent")}
+        params |= {"seconds": answer.duration, "call_log_id": None, "entity_id": None, "url": None}
+        params |= file
+        if file:
             with self.session.session() as conn:  # one message: both, or neither
                 both = psycopg.ClientCursor(conn).execute(f"{CONFIRM}; {KEEP_UPLOAD}", params)
                 marked = both.fetchall()[0][0]
@@ -2258,8 +2237,7 @@ class Source(io.RawIOBase):
         return self._early is not None
 
     def readinto(self, buffer: Any) -> int:
-        """The deadline is one for all that is read: a byte every 0.4 s outlives a socket's own
-        time-out, and a signal does not end a recv (PEP 475)."""
+        """The deadline is one for all that is read: see Process.deadline."""
         if self._left <= 0:
             raise http.client.HTTPException("an answer that is too long, or of no length")
         while not self.arrived():
@@ -2527,6 +2505,7 @@ class Frontend:
         # confirm the next recording.
         self.files = Wire(config, process, keep=False)
         self.calls = Wire(config, process)
+        self.routes = {route: Wire(config, process, to=route) for route in config.routes}
         # Whether HEAD tells what was stored; None: not known yet.
         self.trusted = None if config.verify_path else False
 
@@ -2940,21 +2919,20 @@ class Health:
 class Voice:
     """What the agent says of itself: what those show who look from outside, and the journal."""
 
-    def __init__(self, show: Callable[..., str], session: Session, health: Health) -> None:
-        self.show, self.session, self.health = show, session, health
+    def __init__(self, agent: Agent, show: Callable[..., str]) -> None:
+        self.agent, self.show = agent, show
         self.repeats = Repeats()
         self.deaths = 0
         self.mistake = ""  # in a configuration that was refused
         self.sentence = ""
-        self.jobs: Sequence[Job] = ()
         self.sent, self.began = 0, time.monotonic()  # entries since the last rest
         self.inflight = 0  # entries of the request that is under way
         self._busy_at = 0.0
 
     def rest(self, changed: bool) -> None:
-        if not any(job.failures for job in self.jobs):  # what failed was told, and stands
+        if not any(job.failures for job in self.agent.jobs):  # what failed was told, and stands
             self.sent, self.began = 0, time.monotonic()
-            self.report(look=self.session.run, changed=changed)
+            self.report(look=self.agent.session.run, changed=changed)
 
     def busy(self, sentence: str, **progress: object) -> None:
         """What is going on in the middle; at most once a second."""
@@ -2968,15 +2946,16 @@ class Voice:
         outages = [
             {"endpoint": each.name, "code": each.outage.code, "reason": each.outage.reason}
             | {"since": wall + each.outage.since, "due": wall + each.outage.due}
-            for each in self.health.endpoints
+            for each in self.agent.health.endpoints
             if each.outage
         ]
-        told = [*now, *(each for job in self.jobs for each in job.told())]
+        told = [*now, *(each for job in self.agent.jobs for each in job.told())]
         told += [("person", f"the old configuration stays: {self.mistake}")] if self.mistake else []
         state = {"told": [(kind, clean(text)) for kind, text in told], "outages": outages}
-        state |= {"standby": ("waiting", STANDBY) in now, "listening": self.session.locked}
+        state |= {"standby": ("waiting", STANDBY) in now}
+        state |= {"listening": self.agent.session.locked}
         state |= {"progress": None, "inflight": self.inflight}
-        for job in self.jobs:
+        for job in self.agent.jobs:
             state |= job.published()
         self.sentence = self.show(**state | more)
 
@@ -3148,19 +3127,18 @@ class Entries(Delivery):
     def turns(self) -> Steps[None]:
         agent = self.agent
         while True:
-            look = agent.look()
-            if look.waiting:
+            said, entries, files = agent.look()
+            if self.store.rows:
                 self.store.run(SWEEP)
-            if not look.entries:
+            if not entries:
                 self.endpoint.outage = None
-                agent.passed(self.store.value(LAST) if look.files else 0)
+                agent.passed(self.store.value(LAST) if files else 0)
             elif self.endpoint.outage is not None:
                 yield from self._probe(self.endpoint.outage)
             else:
                 yield from self._pass()
             # What the backend's settings say goes first. Half a minute at most: a line that went
             # silent is only noticed by asking, and a table that was rebuilt has lost its trigger.
-            said = look.interval or 0.0
             interval = max(said, 0.1) if 0 < said <= 86400 else agent.config.poll_interval_sec
             until = time.monotonic() + min(interval, 30.0)
             outage = self.endpoint.outage
@@ -3275,8 +3253,8 @@ class Entries(Delivery):
             return Verdict(Fate.REJECTED, "REJECTED", rejected[seqs[0]], verdict.status)
         if verdict.fate is Fate.SENT:
             stored = [seq for seq in seqs if seq not in rejected]
-            receipt = Receipt("entries", len(batch.body), batch.key, batch.key, answer)
-            agent.store.record(stored, partial(self.store.confirm, stored, receipt))
+            about = ("entries", answer, batch.key, len(batch.body), batch.key)
+            agent.store.record(stored, partial(self.store.confirm, stored, *about))
             if stored:
                 self.succeeded(len(seqs))
             voice.sent += len(stored)
@@ -3426,7 +3404,6 @@ class Route(Single):
         super().__init__(agent, endpoint)
         self.together = [endpoint]
         agent.health.endpoints.append(endpoint)
-        self.config: Config | None = None
 
     def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
         yield AT_ONCE
@@ -3443,22 +3420,19 @@ class Route(Single):
         config, receiver = self.agent.config, self.endpoint.name
         if order.payload is None:
             raise EntryTrouble(Fate.DEAD, "TOO_LARGE", "larger than SYNC_ENTRY_MAX_BYTES")
-        if config is not self.config:
-            self.config = config
-            self.wire = Wire(config, self.agent.process, to=self.endpoint.way)
         body = order.payload.encode()
         own = hashlib.sha256(f"{order.seq} {order.entity_id} ".encode() + body).hexdigest()
         key = header_text(order.key) if order.key else own
         most = 2 * config.timeout_sec + len(body) / LEAST_RATE
         if self.endpoint.outage is None:
             self.voice.busy(f"sending entry {order.seq} by {receiver}")
-        answer = yield from self.wire.post("", body, key, most)
+        wire = self.agent.frontend.routes[self.endpoint.way]
+        answer = yield from wire.post("", body, key, most)
         verdict = confirm_order(answer, key, order.key or key, now=time.time())
         if verdict.fate is not Fate.SENT:
             return replace(verdict, reason=verdict.reason.replace("the frontend", receiver, 1))
-        digest = hashlib.sha256(body).hexdigest()
-        receipt = Receipt("entries", len(body), key, digest, answer)
-        self.store.record([order.seq], partial(self.store.confirm, [order.seq], receipt))
+        about = ("entries", answer, key, len(body), hashlib.sha256(body).hexdigest())
+        self.store.record([order.seq], partial(self.store.confirm, [order.seq], *about))
         if order.tries:
             self.store.run(SWEEP)  # what waited for it is free
         self.succeeded(1)
@@ -3511,10 +3485,9 @@ class Files(Single):
 
     def _sent_before(self, seq: int) -> Verdict:
         """We removed it."""
-        receipt = Receipt("none", 0, "", None, Answer())
-        self.store.record([seq], partial(self.store.confirm, [seq], receipt))
+        self.store.record([seq], partial(self.store.confirm, [seq], "none", Answer()))
         text = f"recording {seq} was uploaded before"
-        say_sent("file_already_uploaded", text, receipt.answer, None, SEQ=seq)
+        say_sent("file_already_uploaded", text, Answer(), None, SEQ=seq)
         return Verdict(Fate.SENT, "", "uploaded before")
 
     def _upload(self, entry: FileEntry) -> Steps[Verdict]:
@@ -3614,13 +3587,12 @@ class Files(Single):
         return str(claimed).lower() == digest.hexdigest()
 
     def _confirmed(self, entry: FileEntry, ready: Ready, url: str, answer: Answer) -> None:
-        receipt = Receipt(
-            "file", ready.size, ready.key, None, answer, entry.call_log_id, entry.recording_id, url,
-            ready.directory, json.dumps(ready.files),
-        )  # fmt: skip
-
         def write() -> None:
-            self.store.confirm([entry.seq], receipt)
+            self.store.confirm(
+                [entry.seq], "file", answer, ready.key, ready.size, call_log_id=entry.call_log_id,
+                entity_id=entry.recording_id, url=url, directory=ready.directory,
+                files=json.dumps(ready.files),
+            )  # fmt: skip
             self.agent.deletions.wake()  # now: it may have waited for a lock
 
         self.store.record([entry.seq], write, entry)
@@ -3890,24 +3862,22 @@ class Agent:
         self.frontend = Frontend(config, process)
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
-        self.voice = Voice(show, self.session, self.health)
+        self.voice = Voice(self, show)
         self.entries, self.files = Entries(self), Files(self)
         self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
         jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
         self.jobs: list[Job] = [Calls(self), *jobs, self.housekeeping]
-        self.voice.jobs = self.jobs
         self.use_routes()
         self.failures = 0  # of the loop, in a row, until all is at rest
 
-    def look(self) -> Look:
-        """What there is to do; wakes whom that concerns."""
-        look = Look(*(self.store.first(LOOK) or ()))
-        self.store.rows = look.waiting
-        if look.lacking and not self.housekeeping.lacking:
+    def look(self) -> tuple[float, bool, bool]:
+        """What there is to do (the interval that was set, entries, files); wakes others of it."""
+        interval, entries, files, self.store.rows, lacking = self.store.first(LOOK) or ()
+        if lacking and not self.housekeeping.lacking:
             self.housekeeping.wake()
-        self.housekeeping.lacking = look.lacking
+        self.housekeeping.lacking = lacking
         self.wake(Route)
-        return look
+        return interval or 0.0, entries, files
 
     def use_routes(self) -> None:
         """A job for each type that goes elsewhere."""

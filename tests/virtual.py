@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import serversync
-from serversync import Answer, Batch, Past, Receipt, Session, Step, Steps, Store, Verdict
+from serversync import Answer, Batch, Past, Session, Step, Steps, Store, Verdict
 
 REQUEST_SEC = 0.02
 CONFIG = serversync.load_config(
@@ -148,7 +148,7 @@ class Outbox(Store):
         now, rejected = self.sent[kind], self.rejected[kind]
         return replace(past, waited=waited, sent_now=now, rejected=rejected)
 
-    def confirm(self, seqs: Sequence[int], receipt: Receipt) -> None:
+    def confirm(self, seqs: Sequence[int], *_: object, **__: object) -> None:
         for seq in seqs:
             self.overtaken += self._overtakes(seq)
             self.sent_at[seq] = self.clock.now

@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows that count no more stay (SWEEP)",
-        "            if look.waiting:\n                self.store.run(SWEEP)\n",
+        "            if self.store.rows:\n                self.store.run(SWEEP)\n",
         "",
         (STATE, "tests/test_order.py"),
     ),
