@@ -2842,7 +2842,9 @@ class Recordings:
 class Job:
     """A generator that says after each piece of work when it wants to go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Agent) -> None:
+        self.agent, self.store = agent, agent.store
+        self.voice, self.repeats = agent.voice, agent.voice.repeats
         self.wait = AT_ONCE
         self._woken = False  # while it worked: it looks again before it rests
         self.failures = 0  # in a row: it alone waits
@@ -2977,9 +2979,8 @@ class Delivery(Job):
     """What entries and files have in common: whose fault it is, and what becomes of it."""
 
     def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
-        super().__init__()
-        self.agent, self.endpoint, self.health = agent, endpoint, agent.health
-        self.store, self.voice = agent.store, agent.voice
+        super().__init__(agent)
+        self.endpoint, self.health = endpoint, agent.health
         self.together: Sequence[Endpoint] = agent.health.frontend  # what answers for this one, too
 
     def succeeded(self, number: int) -> None:
@@ -2992,13 +2993,13 @@ class Delivery(Job):
         others = [each for each in self.together if each.outage and not each.outage.by_entries]
         for other in others:
             other.succeeded(1)
-            self.voice.repeats.over(other.name)
+            self.repeats.over(other.name)
         if ended or others:
             agent.store.record([], partial(agent.store.run, MAKE_DUE, everything=False))
             agent.entries.wake()
             agent.files.wake()
         if ended:
-            self.voice.repeats.over(name)
+            self.repeats.over(name)
             text = f"{name}: recovered after {time.monotonic() - ended.since:.0f} s ({ended.code})"
             say(logging.INFO, "recovered", text, ERROR_CODE=ended.code)
 
@@ -3008,6 +3009,7 @@ class Delivery(Job):
         if now < paused_until(self.together):
             return
         verdict = replace(verdict, reason=clean(verdict.reason))  # it may hold all of an answer
+        of_all = of_all or len(self.together) == 1  # a pause that a route asks for is one of all
         for endpoint in self.together if of_all else [self.endpoint]:
             outage = endpoint.begin_outage(verdict, now, jitter, by_entries=not of_all)
             refused = of_all and verdict.code in ("BAD_RESPONSE", "FRONTEND_5XX")
@@ -3020,7 +3022,7 @@ class Delivery(Job):
                 words = f"{verdict.reason} (next try in {outage.due - now:.0f} s)"
                 text = f"{name}: outage, nothing is lost: {words}"
                 more = {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
-                self.voice.repeats.say(name, key, logging.WARNING, "outage", text, **more)
+                self.repeats.say(name, key, logging.WARNING, "outage", text, **more)
 
     def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
         """Is it the frontend? An empty request shows; None: it lives."""
@@ -3041,7 +3043,8 @@ class Delivery(Job):
         down = verdict if verdict.fate is Fate.OUTAGE else None
         if down is None:
             yield AT_ONCE
-            if time.monotonic() >= max(health.alive_until, health.quiet_until):
+            unknown = time.monotonic() >= max(health.alive_until, health.quiet_until)
+            if unknown and self.together is health.frontend:  # of a route there is nobody to ask
                 down = yield from self.ask()
         if len(seqs) > 1:
             self.endpoint.failed_together(len(seqs), verdict)
@@ -3321,6 +3324,8 @@ class Single(Delivery):
     """Sends the entries of a type, one after the other, in turns with all other jobs."""
 
     reached = 1 << 62  # the last id that may go
+    statement: str  # what is known of an entry
+    kind: type[Any]  # and as what
 
     def turns(self) -> Steps[None]:
         while True:
@@ -3349,9 +3354,11 @@ class Single(Delivery):
     def _deliver(self, seq: int) -> Steps[None]:
         began, tries, verdict = time.monotonic(), 0, None
         try:
-            entry = self._read(seq)
-            if entry is None:
+            row = self.store.first(self.statement, seq=seq, most=self.agent.config.entry_max_bytes)
+            if row is None:  # somebody took it away: its row must not come up again
+                self.store.run(SWEEP)
                 return
+            entry = self.kind(*row)
             if entry.waits_for is not None:  # an earlier entry
                 self._hold_back(seq, entry.waits_for)
                 return
@@ -3366,10 +3373,7 @@ class Single(Delivery):
         if tries and (verdict is None or verdict.fate is not Fate.SENT):
             self.endpoint.retried(time.monotonic(), time.monotonic() - began)
 
-    def _read(self, seq: int) -> Any:
-        raise NotImplementedError
-
-    def _send(self, entry: Any) -> Steps[Verdict]:
+    def _send(self, entry: Any) -> Steps[Verdict | None]:
         raise NotImplementedError
 
     def _hold_back(self, seq: int, waits_for: int) -> None:
@@ -3396,8 +3400,10 @@ class Single(Delivery):
 
 
 class Route(Single):
-    """Entries of a type that go elsewhere: the payload itself is the body, and there is nobody to
-    ask whether it is the receiver. (One whose route is gone finds nothing.)"""
+    """Entries of a type that go elsewhere: the payload itself is the body. (One whose route is gone
+    finds nothing.)"""
+
+    statement, kind = READ_ORDER, Order
 
     def __init__(self, agent: Agent, entity_type: str) -> None:
         endpoint = Endpoint(f"route {entity_type}", 1, FILES_IN_ROW, way=entity_type)
@@ -3405,18 +3411,7 @@ class Route(Single):
         self.together = [endpoint]
         agent.health.endpoints.append(endpoint)
 
-    def ask(self, most: float = float("inf")) -> Steps[Verdict | None]:
-        yield AT_ONCE
-        return None
-
-    def begin_outage(self, verdict: Verdict, of_all: bool = True) -> None:
-        super().begin_outage(verdict, of_all=True)  # a pause that was asked for is one of all
-
-    def _read(self, seq: int) -> Order | None:
-        row = self.store.first(READ_ORDER, seq=seq, most=self.agent.config.entry_max_bytes)
-        return Order(*row) if row else None
-
-    def _send(self, order: Order) -> Steps[Verdict]:
+    def _send(self, order: Order) -> Steps[Verdict | None]:
         config, receiver = self.agent.config, self.endpoint.name
         if order.payload is None:
             raise EntryTrouble(Fate.DEAD, "TOO_LARGE", "larger than SYNC_ENTRY_MAX_BYTES")
@@ -3453,24 +3448,16 @@ class Files(Single):
     """Uploads the recordings."""
 
     reached = 0  # the last id of the last completed pass of the entries
+    statement, kind = READ_FILE, FileEntry
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent, agent.health.files)
 
-    def _read(self, seq: int) -> FileEntry | None:
-        """What is known of it; None: it is gone, or waits for an entry."""
-        row = self.store.first(READ_FILE, seq=seq)
-        if row is None:
-            self.store.run(SWEEP)  # somebody took it away: its row must not come up again
-            return None
-        entry = FileEntry(*row)
-        if entry.early and entry.waits_for is None:
-            self.reached = seq - 1
+    def _send(self, entry: FileEntry) -> Steps[Verdict | None]:
+        if entry.early:
+            self.reached = entry.seq - 1
             self.agent.entries.wake()
             return None
-        return entry
-
-    def _send(self, entry: FileEntry) -> Steps[Verdict]:
         try:
             return (yield from self._upload(entry))
         except EntryTrouble as error:
@@ -3611,10 +3598,6 @@ class Files(Single):
 class Deletions(Job):
     """Removes what was uploaded, one recording a step."""
 
-    def __init__(self, agent: Agent) -> None:
-        super().__init__()
-        self.agent, self.store, self.repeats = agent, agent.store, agent.voice.repeats
-
     def turns(self) -> Steps[None]:
         while True:
             due, after = float("inf"), 0
@@ -3677,8 +3660,7 @@ class Housekeeping(Job):
     """Old rows, and what a rebuilt table has lost."""
 
     def __init__(self, agent: Agent) -> None:
-        super().__init__()
-        self.agent = agent
+        super().__init__(agent)
         self.prune_due = time.monotonic() + PRUNE_AFTER
         self.lacking = False  # the index or the trigger: tried once a minute
 
@@ -3695,10 +3677,10 @@ class Housekeeping(Job):
         """A chunk of them, where there is one; an unprocessed row never, however old."""
         keep = list(self.agent.config.retention_keep)
         try:
-            pruned = self.agent.store.run(PRUNE, days=days, keep=keep)[0]
+            pruned = self.store.run(PRUNE, days=days, keep=keep)[0]
         except psycopg.Error as error:
             text = f"old rows cannot be pruned: {error}"
-            self.agent.voice.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
+            self.repeats.say("prune", str(error), logging.WARNING, "prune_failed", text)
             return False
         if any(pruned):
             text = "pruned {} old rows of the outbox, {} receipts and {} letters"
@@ -3721,8 +3703,7 @@ class Calls(Job):
     database. (`once` lives too short for it.)"""
 
     def __init__(self, agent: Agent) -> None:
-        super().__init__()
-        self.agent, self.store, self.repeats = agent, agent.store, agent.voice.repeats
+        super().__init__(agent)
         self.trouble: list[tuple[str, str]] = []
 
     def told(self) -> list[tuple[str, str]]:
@@ -5071,8 +5052,8 @@ class Settings(Job):
     """The pull, one request a turn. A restart may forget what it knows."""
 
     def __init__(self, agent: Agent) -> None:
-        super().__init__()
-        self.agent, self.tries = agent, 0
+        super().__init__(agent)
+        self.tries = 0
         self.trouble: Verdict | None = None
         self.since = 0.0
 
@@ -5149,10 +5130,6 @@ class Settings(Job):
 
 class Announcements(Job):
     """Their audio, a file at a time."""
-
-    def __init__(self, agent: Agent) -> None:
-        super().__init__()
-        self.agent = agent
 
     def reload(self) -> None:
         self.close()

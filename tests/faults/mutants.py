@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         "a file goes before what came to light behind the pass",
-        "        if entry.early and entry.waits_for is None:\n",
+        "        if entry.early:\n",
         "        if False:\n",
         story="a call that becomes visible behind the pass",
     ),
