@@ -2284,6 +2284,7 @@ class Wire:
 
     def post(self, path: str, body: bytes, key: str, most: float) -> Steps[Answer]:
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        most = min(2 * self.patience + len(body) / LEAST_RATE, most)
         return self.exchange(Outgoing("POST", path, headers, most, body))
 
     def exchange(self, asked: Outgoing) -> Steps[Answer]:
@@ -2511,7 +2512,6 @@ class Frontend:
 
     def post(self, body: bytes, key: str, most: float, wire: Wire | None = None) -> Steps[Answer]:
         """Entries; an empty list asks whether the frontend lives."""
-        most = min(2 * self.config.timeout_sec + len(body) / LEAST_RATE, most)
         return (wire or self.entries).post("/api/ingest/sync", body, key, most)
 
     def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
@@ -3130,7 +3130,11 @@ class Entries(Delivery):
     def turns(self) -> Steps[None]:
         agent = self.agent
         while True:
-            said, entries, files = agent.look()
+            said, entries, files, self.store.rows, lacking = self.store.first(LOOK) or ()
+            agent.wake(Route)
+            if lacking and not agent.housekeeping.lacking:
+                agent.housekeeping.wake()
+            agent.housekeeping.lacking = lacking
             if self.store.rows:
                 self.store.run(SWEEP)
             if not entries:
@@ -3142,7 +3146,8 @@ class Entries(Delivery):
                 yield from self._pass()
             # What the backend's settings say goes first. Half a minute at most: a line that went
             # silent is only noticed by asking, and a table that was rebuilt has lost its trigger.
-            interval = max(said, 0.1) if 0 < said <= 86400 else agent.config.poll_interval_sec
+            valid = said is not None and 0 < said <= 86400
+            interval = max(said, 0.1) if valid else agent.config.poll_interval_sec
             until = time.monotonic() + min(interval, 30.0)
             outage = self.endpoint.outage
             due = outage.due if outage else self.next_retry()[1]
@@ -3412,17 +3417,16 @@ class Route(Single):
         agent.health.endpoints.append(endpoint)
 
     def _send(self, order: Order) -> Steps[Verdict | None]:
-        config, receiver = self.agent.config, self.endpoint.name
+        receiver = self.endpoint.name
         if order.payload is None:
             raise EntryTrouble(Fate.DEAD, "TOO_LARGE", "larger than SYNC_ENTRY_MAX_BYTES")
         body = order.payload.encode()
         own = hashlib.sha256(f"{order.seq} {order.entity_id} ".encode() + body).hexdigest()
         key = header_text(order.key) if order.key else own
-        most = 2 * config.timeout_sec + len(body) / LEAST_RATE
         if self.endpoint.outage is None:
             self.voice.busy(f"sending entry {order.seq} by {receiver}")
         wire = self.agent.frontend.routes[self.endpoint.way]
-        answer = yield from wire.post("", body, key, most)
+        answer = yield from wire.post("", body, key, float("inf"))
         verdict = confirm_order(answer, key, order.key or key, now=time.time())
         if verdict.fate is not Fate.SENT:
             return replace(verdict, reason=verdict.reason.replace("the frontend", receiver, 1))
@@ -3850,15 +3854,6 @@ class Agent:
         self.jobs: list[Job] = [Calls(self), *jobs, self.housekeeping]
         self.use_routes()
         self.failures = 0  # of the loop, in a row, until all is at rest
-
-    def look(self) -> tuple[float, bool, bool]:
-        """What there is to do (the interval that was set, entries, files); wakes others of it."""
-        interval, entries, files, self.store.rows, lacking = self.store.first(LOOK) or ()
-        if lacking and not self.housekeeping.lacking:
-            self.housekeeping.wake()
-        self.housekeeping.lacking = lacking
-        self.wake(Route)
-        return interval or 0.0, entries, files
 
     def use_routes(self) -> None:
         """A job for each type that goes elsewhere."""
