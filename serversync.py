@@ -7524,7 +7524,7 @@ where tgrelid = {OUTBOX} and tgname = 'serversync_wake'
 """
 ROOT_ID: Final = "select root_id from serversync.sender"
 # Those of these directories that no pending or dead recording, and no upload, has to do with. Reads
-# all pending rows, as the next one does.
+# all pending rows, as FAILING does.
 UNKNOWN_DIRECTORIES: Final = f"""
 select unnest(%(names)s::text[]) except (
 select coalesce(substring(coalesce(payload->>'filePath', payload->>'file_path')
@@ -7553,15 +7553,9 @@ FAILED_DELETIONS: Final = """
 select count(*) over (), outbox_id, directory, error from serversync.uploads
 where error is not null order by outbox_id limit 1
 """
-# When the newest recording was enqueued, if not before what was pruned. The primary key, backwards.
-LAST_ENQUEUED: Final = """
-select greatest(extract(epoch from (select created_at from sync_outbox
-                                    where entity_type = 'recording_file'
-                                    order by id desc limit 1))::float8,
-                (select value from serversync.counters where name = 'pruned_until'), 0)
-"""
+
 BACKEND_TABLES: Final = r"\d *.(recordings|system_settings)"
-NEWEST: Final = "select entity_type, max(created_at) from sync_outbox group by 1"
+
 CREATE_DATABASE: Final = "create database voicebot_utf8 encoding 'UTF8' template template0"
 LOCK_HOLDERS: Final = (
     "select a.* from pg_locks l join pg_stat_activity a using (pid) where locktype = 'advisory'"
@@ -7588,7 +7582,7 @@ LOOK_MOST: Final = 5000  # directories or entries; more would be kept in memory
 MEND: Final = "sudo serversync setup"
 CONFIGURE: Final = f"sudo nano {ENV_FILE}; sudo systemctl restart serversync"
 JOURNAL: Final = "serversync status; journalctl -u serversync -n 20"
-CMDLINE: Final = "/boot/firmware/cmdline.txt"
+
 PACKAGED: Final = "/usr/lib/systemd/system/serversync.service"
 
 
@@ -7670,26 +7664,25 @@ def remedy(
     )  # fmt: skip
 
 
-def shown(config: Config, name: str, option: Any) -> str:
-    """A setting, without its secret."""
-    value = getattr(config, option.name)
-    if option.name == "database_url":
-        parts = conninfo_to_dict(value)
-        value = " ".join(
-            f"{k}={parts[k]}" for k in ("host", "port", "user", "dbname") if k in parts
-        )
-    value = ", ".join(value) if isinstance(value, (list, dict)) else value
-    text = f"{value:.12g}" if isinstance(value, float) else str(value)
-    return f"{name} {'(not shown)' if value and option.name == 'token' else text or '(not set)'}"
+def shown(config: Config) -> Iterator[str]:
+    """The settings that are not those by default, without a secret."""
+    for name, option in OPTIONS.items():
+        value, default = getattr(config, option.name), option.metadata["default"]
+        if value == (option.metadata["parse"](default) if default else default):
+            continue
+        if option.name == "database_url":
+            parts = conninfo_to_dict(value)
+            value = [f"{k}={parts[k]}" for k in ("host", "port", "user", "dbname") if k in parts]
+        value = " ".join(value) if isinstance(value, (list, dict)) else value
+        text = f"{value:.12g}" if isinstance(value, float) else str(value)
+        yield f"{name} {'(not shown)' if option.name == 'token' else text}"
 
 
 class Doctor:
     """The checks, in the order in which they are made, and what they share."""
 
-    def __init__(
-        self, config: Config, environ: Mapping[str, str], origins: Mapping[str, str]
-    ) -> None:
-        self.config, self.environ, self.origins = config, environ, origins
+    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
+        self.config, self.environ = config, environ
         self._desk: Console | None = None
         self._schema = False
         self._answer = Answer()
@@ -7754,12 +7747,7 @@ class Doctor:
     # --- configuration and database -------------------------------------------------------------
 
     def configuration(self) -> Findings:
-        found: dict[str, list[str]] = {}
-        for name, option in OPTIONS.items():
-            origin = self.origins.get(name, "default")
-            found.setdefault(origin, []).append(shown(self.config, name, option))
-        for origin, settings in found.items():
-            yield "ok", f"from {origin}: {', '.join(settings)}", ""
+        yield "ok", f"not by default: {', '.join(shown(self.config))}", ""
         if names := ", ".join(self.config.not_used):
             yield "ok", f"not used by serversync: {names} (see SYNC_LOG_LEVEL)", ""
         return ""
@@ -7939,25 +7927,21 @@ class Doctor:
             raise Skip("deletions fail, see there")
         return f"{self.config.recordings_dir} is the right one and deletable, {whose}"
 
-    def unknown(self, which: Callable[[int, str, float], bool]) -> tuple[list[str], str]:
-        """Those of the calls on the disk that no entry knows of. (None knows one that is no UTF-8.)
-        And what is to be said if there were too many."""
-        with self.root() as root:
-            some = (name for name, changed in calls_on_disk(root) if which(root, name, changed))
-            found = {n.encode("utf-8", "replace").decode(): n for n in islice(some, LOOK_MOST)}
-        names = [found[name] for (name,) in self.ledger.run(UNKNOWN_DIRECTORIES, names=[*found])]
-        return names, " (not all were looked at)" if len(found) == LOOK_MOST else ""
-
     def orphans(self) -> Findings:
+        """(No entry knows a name that is no UTF-8.)"""
         size, yesterday, where = 0, time.time() - DAY, self.config.recordings_dir
-        names, early = self.unknown(lambda root, name, changed: changed < yesterday)
+        with self.root() as root:
+            old = (name for name, changed in calls_on_disk(root) if changed < yesterday)
+            found = {n.encode("utf-8", "replace").decode(): n for n in islice(old, LOOK_MOST)}
+        early = " (not all were looked at)" if len(found) == LOOK_MOST else ""
+        names = [found[name] for (name,) in self.ledger.run(UNKNOWN_DIRECTORIES, names=[*found])]
         if names:
             for name in names:
                 with contextlib.suppress(OSError):
                     size += size_of(os.path.join(where, name), float("inf"), 1) or 0
-            text = f"{count(len(names), 'directory', 'directories')} ({human(size)}) no entry knows"
-            hint = f"cd {shlex.quote(where)} && ls -la -- {shlex.join(names[:3])}"
-            yield "warning", f"{text} of, older than a day{early}: {', '.join(names[:3])}", hint
+            text = f"{count(len(names), 'directory', 'directories')} ({human(size)})"
+            text += f" no entry knows of, older than a day{early}: {', '.join(names[:3])}"
+            yield "warning", text, f"cd {shlex.quote(where)} && ls -la -- {shlex.join(names[:3])}"
         return f"none is older than a day{early}"
 
     def deletions(self) -> Findings:
@@ -7977,15 +7961,6 @@ class Doctor:
             hint = f"df -h {shlex.quote(path)}; serversync status"
             yield "failed" if part < 0.05 else "warning", text, hint
         return text
-
-    def arrivals(self) -> Findings:
-        """Recordings of the last hour do not count: their calls may be going on. Nor do those that
-        an entry knows, nor what is older than what was pruned."""
-        since, until = self.ledger.run(LAST_ENQUEUED)[0][0] + 6 * 3600, time.time() - 3600
-        if self.unknown(lambda root, name, _: since < audio_time(root, name) < until)[0]:
-            text = "recordings on disk are hours newer than the newest recording_file of the outbox"
-            yield "warning", f"{text}: does the backend write it?", self.desk.psql(NEWEST)
-        return "what is recorded is enqueued"
 
     def settings(self) -> Findings:
         view, directory = self.view["settings"], self.config.announcement_audio_dir
@@ -8037,23 +8012,6 @@ class Doctor:
             if wrong:
                 yield status, text, hint
         return "enabled, active, watched"
-
-    def memory_cgroup(self) -> Findings:
-        """What keeps MemoryMax= from doing anything."""
-        text = ""
-        for path in ("/sys/fs/cgroup/cgroup.controllers", "/proc/cgroups"):
-            with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
-                text += file.read()
-        unit = unit_properties("ControlGroup", "MemoryMax")
-        limit = f"/sys/fs/cgroup{unit.get('ControlGroup', '')}/memory.max"
-        if not re.search(r"\bmemory\b(?!\s+\d+\s+\d+\s+0$)", text, re.M):
-            hint = f"sudo sed -i '1{{/cgroup_enable=memory/!s/$/ cgroup_enable=memory/}}' {CMDLINE}"
-            why = "the kernel has none, and MemoryMax= does nothing"
-            yield "warning", f"{why}; with this, from the next boot on", hint
-        elif unit.get("ControlGroup") and not os.path.exists(limit):
-            hint = f"sudo systemctl set-property serversync MemoryMax={unit['MemoryMax']}"
-            yield "warning", f"MemoryMax= is not enforced: there is no {limit}", hint
-        return "the kernel has it"
 
     def outage(self) -> Findings:
         if self.view["agent"]["state"] != "running":
@@ -8114,17 +8072,7 @@ def calls_on_disk(root: int) -> Iterator[tuple[str, float]]:
                     yield entry.name, entry.stat(follow_symlinks=False).st_mtime
 
 
-def audio_time(root: int, name: str) -> float:
-    """When a call's audio was written. Not the directory's time: our own deletions change that."""
-    for audio in ("mixed.wav", "mixed.mp3"):
-        with contextlib.suppress(OSError):
-            return os.stat(f"{name}/{audio}", dir_fd=root, follow_symlinks=False).st_mtime
-    return 0.0
-
-
-def doctor(
-    config: Config | ConfigError, environ: Mapping[str, str], origins: Mapping[str, str]
-) -> Iterator[Check]:
+def doctor(config: Config | ConfigError, environ: Mapping[str, str]) -> Iterator[Check]:
     if isinstance(config, ConfigError):
         for problem in config.problems:
             yield Check("configuration", "failed", clean(problem, 4096), CONFIGURE)
@@ -8132,7 +8080,7 @@ def doctor(
             yield Check(name, "skipped", "the configuration is not usable")
         return
     configure_logging(config)
-    made = Doctor(config, environ, origins)
+    made = Doctor(config, environ)
     for name, look in CHECKS.items():
         for status, text, hint in made.findings(look):
             # Not masked: what is pasted must stay quoted as it is.
@@ -8164,17 +8112,6 @@ def print_checks(checks: Iterable[Check], arguments: argparse.Namespace) -> int:
     return EX_PERSON if named["failed"] else EX_OK
 
 
-def origins_of(path: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where each setting that is not the default comes from."""
-    found = {}
-    with contextlib.suppress(ConfigError):
-        found = dict.fromkeys(read_env_file(path, {}), "file")
-    found |= {name: "environment" for name in OPTIONS if environ.get(name, "").strip()}
-    if "SYNC_TOKEN_FILE" in found or os.path.exists(TOKEN_FILE):
-        found["SYNC_TOKEN"] = found.get("SYNC_TOKEN_FILE", "file")
-    return found
-
-
 def do_doctor(
     read: Callable[[], Config], arguments: argparse.Namespace, environ: Mapping[str, str]
 ) -> int:
@@ -8184,9 +8121,8 @@ def do_doctor(
         config = read()
     except ConfigError as error:
         config = error
-    origins = origins_of(arguments.env_file, environ)
     try:
-        return print_checks(doctor(config, environ, origins), arguments)
+        return print_checks(doctor(config, environ), arguments)
     except Stopping:
         return EX_TEMPFAIL
 
