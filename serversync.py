@@ -79,7 +79,6 @@ import textwrap
 import threading
 import time
 import traceback
-import tty
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -90,6 +89,7 @@ from email.utils import formatdate, parsedate_to_datetime
 from enum import Enum
 from functools import cache, cached_property, partial
 from itertools import islice
+from shutil import get_terminal_size
 from typing import Any, Final, NoReturn, Protocol, TextIO, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
@@ -5408,7 +5408,11 @@ select json_build_object(
         from (select *, row_number() over (partition by error is null order by name) as n
               from serversync.audio_files) f))
 """
-COUNTERS: Final = "select name, label, value from serversync.counters"
+COUNTERS: Final = """
+select coalesce(json_object_agg(name, by_label), '{}')
+from (select name, json_object_agg(label, value) as by_label
+      from serversync.counters group by name) c
+"""
 TOPICS: Final = """
 select json_build_object('topic', original_topic, 'total', count(*),
            'pending', count(*) filter (where status = 'PENDING'),
@@ -5851,11 +5855,10 @@ def read_state(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def survey(
-    config: Config, environ: Mapping[str, str], counts: dict[tuple[str, str], float] | None = None,
-    mistakes: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """All there is to see, of the database, the agent's state file and the disk. The counters, of
-    which only the metrics tell, go where `counts` is."""
+    config: Config, environ: Mapping[str, str], mistakes: Sequence[str] = (), counted: bool = False
+) -> dict[str, Any]:
+    """All there is to see, of the database, the agent's state file and the disk; with the counters,
+    of which only the metrics tell."""
     state, disk = read_state(environ), disk_of(config.recordings_dir)
     unknown = dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight"))
     view: dict[str, Any] = {
@@ -5890,8 +5893,8 @@ def survey(
             if desk.run(IS_LOCKED, key=LOCK_KEY)[0][0]:  # by none that we see: of another machine?
                 view["agent"]["state"] = "elsewhere"
             view["settings"] |= desk.run(SETTINGS_VIEW)[0][0]
-            if counts is not None:
-                counts |= {(name, label): value for name, label, value in desk.run(COUNTERS)}
+            if counted:
+                view["counters"] = desk.run(COUNTERS)[0][0]
     except (Unavailable, psycopg.Error) as met:
         view["database"] = {"ok": False, "error": clean(" ".join(str(met).split()))}
     if state is not None:
@@ -6247,9 +6250,10 @@ NOT_SENT: Final = (
 Samples = Mapping[str, float | None]  # what follows the name (suffix and labels): its value
 
 
-def metrics_text(view: dict[str, Any], counts: dict[tuple[str, str], float]) -> str:
+def metrics_text(config: Config, environ: Mapping[str, str]) -> str:
     """All metrics that are known, in the text format 0.0.4."""
-    made = _of_agent(view) | (_counters(counts) if view["database"]["ok"] else {})
+    view = survey(config, environ, counted=True)
+    made = _of_agent(view) | (_counters(view["counters"]) if "counters" in view else {})
     lines = []
     for name, (where, text) in METRICS.items():
         samples = seen_at(where, view) if where else made.get(name, {})
@@ -6321,13 +6325,10 @@ def _of_agent(view: Mapping[str, Any]) -> dict[str, Samples]:
     return found
 
 
-def _counters(counts: Mapping[tuple[str, str], float]) -> dict[str, Samples]:
+def _counters(of: Mapping[str, dict[str, float]]) -> dict[str, Samples]:
     """What was counted in the very transactions that did it, since the schema was made."""
-    of: dict[str, dict[str, float]] = {}
-    for (name, label), value in counts.items():
-        of.setdefault(name, {})[label] = value
     total = {name: sum(by_label.values()) for name, by_label in of.items()}
-    retries, sent_as = of.get("retries", {}), of.get("sent_as", {})
+    sent_as, retries = of.get("sent_as", {}), dict(of.get("retries", {}))
     retries.pop("WAITS_FOR", None)  # for another entry: nothing was taken from the queue
     taken = {"sent": total.get("sent", 0), "set_aside": sum(retries.values())}
     taken["dead"] = dead = total.get("dead", 0)
@@ -6436,20 +6437,12 @@ group by n.nspname, c.relowner order by 2 desc, 1
 """
 SERVICE_USER: Final = "serversync"
 SUPERUSER: Final = "postgres"
-COLOURS: Final = {  # of the checks, and of the states of health
-    **dict.fromkeys(("failed", "outage", "person", "stopped"), "31"),
-    **dict.fromkeys(("ok", "good", "busy"), "32"),
-    **dict.fromkeys(("warning", "waiting"), "33"),
-    "skipped": "2",
-}
 WIDE: Final = 100_000  # where nobody counts columns or lines
-ESCAPE: Final = uuid.uuid4().hex  # begins our own sequences: no text from outside can hold it
 
 
 def to_stdout(text: str, instead: TextIO | None = None) -> None:
     """The one way to a terminal, which obeys no character of the text but a line break."""
-    text = _CONTROL_BUT_BREAKS.sub(" ", text).replace(ESCAPE, "\x1b[")
-    (instead or sys.stdout).write(text + "\n")
+    (instead or sys.stdout).write(_CONTROL_BUT_BREAKS.sub(" ", text) + "\n")
 
 
 def as_json(value: object, indent: int | None = 2) -> str:
@@ -6466,11 +6459,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
     return "\n".join(lines)
-
-
-def paint(kind: str, text: str) -> str:
-    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or kind not in COLOURS
-    return text if plain else f"{ESCAPE}{COLOURS[kind]}m{text}{ESCAPE}0m"
 
 
 def span(seconds: float) -> str:
@@ -6555,22 +6543,22 @@ def become_service_user(environ: Mapping[str, str], command: str = "") -> None:
 def status_screen(view: Mapping[str, Any], width: int = WIDE) -> str:
     """One screen for a person; what is missing is said in its place."""
     lines = [f"serversync {view['version']}, device {view['device']}, to {view['frontend']}", ""]
-    for title, words, kind in _status_rows(view):
+    for title, words in _status_rows(view):
         words = clean(words, 4096)  # one line, whatever is in it, or those that it needs
-        for line in textwrap.wrap(words, width - 13):
-            lines.append(f"{title:<13}{paint(kind, line)}")
+        for line in textwrap.wrap(words, max(width, 40) - 13):
+            lines.append(f"{title:<13}{line}")
             title = ""
     return "\n".join(lines)
 
 
-Line = tuple[str, str, str]  # title, words, and what they are painted by
+Line = tuple[str, str]  # title and words
 
 
 def _status_rows(view: Mapping[str, Any]) -> Iterator[Line]:
     agent, health = view["agent"], view["health"]
-    yield "health", health["sentence"], health["state"]
+    yield "health", health["sentence"]
     if agent["since"]:
-        yield "agent", f"{agent['state']} for {since(agent['since'])} (pid {agent['pid']})", ""
+        yield "agent", f"{agent['state']} for {since(agent['since'])} (pid {agent['pid']})"
     if view["outbox"]:
         yield from _status_counts(view)
     yield from _status_recordings(view["recordings"])
@@ -6590,16 +6578,15 @@ def _status_counts(view: Mapping[str, Any]) -> Iterator[Line]:
     if outbox["pending"]:
         text = f"{outbox['pending']} pending, the oldest for {span(outbox['oldest_seconds'])}"
         text += f": {listed(outbox['by_type'])}"
-    yield "outbox", text, "" if outbox["pending"] else "good"
+    yield "outbox", text
     if outbox["waiting"]:
-        yield "", f"{outbox['waiting']} of them failed, or wait: {listed(outbox['reasons'])}", ""
-    states = ", ".join(f"{n} {name}" for name, n in letters_.items() if n) or "none"
-    yield "dead letters", states, "failed" if open_letters(view) else ""
+        yield "", f"{outbox['waiting']} of them failed, or wait: {listed(outbox['reasons'])}"
+    yield "dead letters", ", ".join(f"{n} {name}" for name, n in letters_.items() if n) or "none"
     hour = sent["hour"]
     text = f"last {since(sent['last_success_at'])} ago" if sent["last_success_at"] else "never yet"
     text += f"; in the last hour {count(hour['entries'], 'entry', 'entries')}"
     text += f" and {count(hour['files'], 'recording')} ({human(hour['bytes'])})"
-    yield "delivered", text, ""
+    yield "delivered", text
 
 
 def _status_recordings(found: Mapping[str, Any]) -> Iterator[Line]:
@@ -6616,8 +6603,7 @@ def _status_recordings(found: Mapping[str, Any]) -> Iterator[Line]:
         size = found["bytes"]
         words.append("" if size is None else f"{human(size)} on the disk")
         words.append(f"{human(found['disk_free'])} of {human(found['disk_total'])} free")
-    bad = found.get("deletions_failed") or found["disk_free"] is None
-    yield "recordings", ", ".join(filter(None, words)), "failed" if bad else ""
+    yield "recordings", ", ".join(filter(None, words))
 
 
 def _status_settings(settings: Mapping[str, Any]) -> Iterator[Line]:
@@ -6629,9 +6615,9 @@ def _status_settings(settings: Mapping[str, Any]) -> Iterator[Line]:
         words = [f"last pull {since(settings['pulled_at'])} ago", items]
         waiting = settings["audio"]["waiting"]
         words += [f"{count(waiting, 'audio file')} to fetch"] if waiting else []
-    yield "settings", "; ".join(words), ""
+    yield "settings", "; ".join(words)
     for kind, text, hint in settings_told(settings):
-        yield "", f"{text}: {hint}" if kind == "failed" else text, kind
+        yield "", f"{text}: {hint}" if kind == "failed" else text
 
 
 def _status_progress(progress: Mapping[str, Any] | None) -> Iterator[Line]:
@@ -6646,7 +6632,7 @@ def _status_progress(progress: Mapping[str, Any] | None) -> Iterator[Line]:
     shown = f"{human(done)} of {human(total)}" if upload else f"{done} of {total} entries"
     bar = "#" * filled + "." * (10 - filled)
     ends = "" if left is None else f", {span(left)} left"
-    yield progress["kind"], f"[{bar}] {100 * share:3.0f} % {shown}, {rate}{ends}", ""
+    yield progress["kind"], f"[{bar}] {100 * share:3.0f} % {shown}, {rate}{ends}"
 
 
 def do_status(
@@ -6665,7 +6651,8 @@ def do_status(
     if arguments.watch and not arguments.json:
         return watch(look)
     view = look()
-    to_stdout(as_json(view) if arguments.json else status_screen(view, terminal_size().columns))
+    width, _ = get_terminal_size((WIDE, WIDE))
+    to_stdout(as_json(view) if arguments.json else status_screen(view, width))
     sys.stdout.flush()
     return EX_CONFIG if mistakes else EX_OK if is_there(view) else EX_UNAVAILABLE
 
@@ -6678,39 +6665,26 @@ def as_far_as_right(error: ConfigError) -> Config:
         return as_far_as_right(bare)
 
 
-def terminal_size() -> os.terminal_size:
-    with contextlib.suppress(OSError):  # no terminal, or one that does not know
-        if (size := os.get_terminal_size()).columns > 40:
-            return size
-    return os.terminal_size((WIDE, WIDE))
-
-
 def watch(look: Callable[[], Mapping[str, Any]]) -> int:
-    """Repaints once a second, until q or Ctrl-C; leaves the last screen behind."""
-    screen, there, keys = "", sys.stdout.isatty(), sys.stdin.isatty()
+    """Repaints once a second, until Ctrl-C; leaves the last screen behind."""
+    screen, there = "", sys.stdout.isatty()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    modes = termios.tcgetattr(0) if keys else []
     try:
-        if keys:
-            tty.setcbreak(0)
-        if there:
-            sys.stdout.write("\x1b[?1049h")
+        sys.stdout.write("\x1b[?1049h" if there else "")  # the other screen
         while True:
-            size = terminal_size()
-            screen = "\n".join(status_screen(look(), size.columns).split("\n")[: size.lines - 1])
-            painted = "\n".join(f"{line}{ESCAPE}K" for line in screen.split("\n"))
-            to_stdout(f"{ESCAPE}H{painted}{ESCAPE}J" if there else screen)
+            width, height = get_terminal_size((WIDE, WIDE))
+            screen = "\n".join(status_screen(look(), width).split("\n")[: height - 1])
+            sys.stdout.write("\x1b[H\x1b[J" if there else "")  # goes with the first line
+            to_stdout(screen)
             sys.stdout.flush()
-            if select.select([0] if keys else [], [], [], 1)[0] and os.read(0, 64) in (b"q", b""):
-                return EX_OK
+            time.sleep(1)
     except KeyboardInterrupt:
         return EX_OK
     finally:
-        if keys:
-            termios.tcsetattr(0, termios.TCSADRAIN, modes)
         if there:
-            to_stdout(f"{ESCAPE}?1049l{screen}")
+            sys.stdout.write("\x1b[?1049l")
+            to_stdout(screen)
 
 
 # --- dead letters, replay, prune, enqueue ---------------------------------------------------------
@@ -7072,14 +7046,8 @@ def _pull_shown(
 
 
 def do_metrics(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    to_stdout(metrics_of(config, environ).rstrip("\n"))
+    to_stdout(metrics_text(config, environ).rstrip("\n"))
     return EX_OK
-
-
-def metrics_of(config: Config, environ: Mapping[str, str]) -> str:
-    """What is known, also without a database: a 0 in place of a counter would be a restart."""
-    counts: dict[tuple[str, str], float] = {}
-    return metrics_text(survey(config, environ, counts), counts)
 
 
 # --- setup ----------------------------------------------------------------------------------------
@@ -8096,10 +8064,9 @@ def print_checks(checks: Iterable[Check], arguments: argparse.Namespace) -> int:
     seen = []
     for check in checks:
         seen.append(check)
-        status = paint(check.status, f"{check.status:<8}")
         hint = f"\n{'':<9}{check.hint}" if check.hint else ""
         if check.status in shown and not arguments.json and not arguments.brief:
-            to_stdout(f"{status} {check.name}: {check.text}{hint}")
+            to_stdout(f"{check.status:<8} {check.name}: {check.text}{hint}")
             sys.stdout.flush()
     named = {kind: {each.name for each in seen if each.status == kind} for kind in kinds}
     said = [f"{count(len(named['failed']), 'check')} failed"] if named["failed"] else []
@@ -8349,7 +8316,7 @@ def _ready(config: Config, environ: Mapping[str, str], _request: Request) -> Rep
 
 
 def _metrics(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
-    text = metrics_of(config, environ)
+    text = metrics_text(config, environ)
     return Reply(200, text.encode("utf-8", "replace"), "text/plain; version=0.0.4; charset=utf-8")
 
 

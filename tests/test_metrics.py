@@ -85,7 +85,7 @@ class Numbers:
 
     def scrape(self, running: Agent | None = None) -> Scrape:
         directory = str(running.runtime_dir if running else "/nonexistent")
-        return Scrape(serversync.metrics_of(self.config, {"RUNTIME_DIRECTORY": directory}))
+        return Scrape(serversync.metrics_text(self.config, {"RUNTIME_DIRECTORY": directory}))
 
     def backlog(self) -> list[int]:
         """How many entries waited at the end of each quarter of an hour of the day until now."""

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import termios
 import time
 import uuid
 from collections.abc import Callable
@@ -420,19 +419,6 @@ def test_hostile_text_is_shown_as_text(
 # -- on a terminal --------------------------------------------------------------------------------
 
 
-def test_colours_are_for_terminals_and_not_for_those_who_want_none(
-    agent: AgentFactory, db: Database
-) -> None:
-    agent.once()
-    coloured: dict[str, set[str]] = {}
-    for wish in ("", "1"):
-        with Terminal(agent.env(NO_COLOR=wish), "status", columns=200) as terminal:
-            assert terminal.wait() == 69
-            assert "not running" in terminal.screen.text
-            coloured[wish] = terminal.screen.colours
-    assert coloured == {"": {"31m", "32m", "0m"}, "1": set()}
-
-
 BAR = re.compile(r"^(upload|drain) +\[(#*)(\.*)\] +(\d+) % +(.*)$", re.M)
 
 
@@ -556,7 +542,7 @@ def test_the_screen_fits_however_many_types_wait(
     assert len(desk.json("status", code=69)["outbox"]["by_type"]) == 120
 
 
-def test_sixty_columns_are_enough_and_q_ends_the_watching(
+def test_sixty_columns_are_enough(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
     frontend.on_entries = lambda request: Reply(401, body="x" * 100)
@@ -570,10 +556,7 @@ def test_sixty_columns_are_enough_and_q_ends_the_watching(
         wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
         columns = [line[:13].strip() for line in terminal.screen.text.splitlines()[2:]]
         assert [title for title in columns if title][:3] == ["health", "agent", "outbox"]
-        before = terminal.modes
-        terminal.press("q")
-        assert terminal.wait() == 0
-        assert termios.tcgetattr(terminal._master) == before
+        end(terminal)
 
 
 def test_a_mistake_in_the_file_hides_nothing_else(
