@@ -5477,10 +5477,9 @@ PRUNED: Final = """to_timestamp(
 NO_LOOPS: Final = "set enable_nestloop = off"
 # Letters that a person wants to send again, with what speaks against it. The rows are locked: two
 # people, or a person and the agent, decide one after the other.
-#   newer     a later entry of the same entity: it has overtaken this one, or will; not one that is
-#             a dead letter itself
-#   unknown   so old that a later one may have been pruned
-#   taken     its id belongs to another entry (the table was emptied, and counted from 1 again)
+#   taken      its id belongs to another entry (the table was emptied, and counted from 1 again)
+#   overtaken  by a later entry of the same entity that was sent, or will be; not by a dead letter
+#   unknown    so old that a later one may have been pruned
 JUDGE_LETTERS: Final = f"""
 with picked as materialized (
     select *, outbox_id as seq, original_topic as entity_type from serversync.dead_letters
@@ -5490,8 +5489,15 @@ with picked as materialized (
       and outbox_id > %(after)s
     order by outbox_id limit 5000 for update
 ), {NEWER}
-select p.id::text, seq, p.status, p.retry_count, p.max_retries, n.newest, p.created_at < {PRUNED},
-       exists (select from sync_outbox o where o.id = seq and o.entity_id <> p.entity_id)
+select p.id::text, seq, case
+           when exists (select from sync_outbox o where o.id = seq and o.entity_id <> p.entity_id)
+               then 'taken'
+           when p.status in ('RESOLVED', 'RETRYING') then p.status
+           when %(force)s then null
+           when newest is not null then 'overtaken'
+           when p.created_at < {PRUNED} then 'unknown'
+           when p.retry_count >= p.max_retries then 'used_up' end,
+       newest, p.max_retries
 from picked p left join newer n using (seq) order by seq
 """
 # Back into the queue under the old id; a row that was pruned is written anew.
@@ -6092,20 +6098,6 @@ def without_secrets(value: Any, hides: type = str) -> Any:
     return mask(value) if isinstance(value, str) else value
 
 
-def _against(row: Sequence[Any], force: bool) -> str | None:
-    """What speaks against sending a letter again. `force` overrules all but its state."""
-    _, _, status, retries, most, newer, unknown, taken = row
-    if taken or status in ("RESOLVED", "RETRYING"):
-        return AGAINST["taken" if taken else status]
-    if force:
-        return None
-    if newer is not None:
-        return AGAINST["overtaken"].format(newer=newer)
-    if unknown:
-        return AGAINST["unknown"]
-    return AGAINST["used_up"].format(max_retries=most) if retries >= most else None
-
-
 @contextlib.contextmanager
 def put_back(desk: Console) -> Iterator[list[int]]:
     """Around all that puts entries back into the queue, and names them in the list: what is newer
@@ -6126,20 +6118,26 @@ def put_back(desk: Console) -> Iterator[list[int]]:
             time.sleep(0.2)
 
 
-def revive(desk: Console, name: str, force: bool, seqs: list[int]) -> dict[str, Any]:
-    """Puts a letter back into the queue; the agent does the rest."""
-    ids = [_letter_id(name)]
+def _revive(desk: Console, force: bool, seqs: list[int], **which: Any) -> list[tuple[Any, ...]]:
+    """Puts letters back into the queue; the agent does the rest. Returns what was judged of each:
+    its id, its seq, and what speaks against it (`force` overrules all but its state)."""
     with desk.conn.transaction():
-        rows = desk.run(JUDGE_LETTERS, ids=ids, topic=None, after=0)
-        if not rows:
-            raise Refused("not_found", f"there is no dead letter {name}")
-        against = _against(rows[0], force)
-        if against:
-            raise Refused("conflict", f"dead letter {name} is not sent again: {against}")
-        desk.run(REVIVE, ids=ids)
-    seqs.append(rows[0][1])
-    message = f"entry {rows[0][1]} is in the queue again"
-    return {"id": name, "status": "RETRYING", "message": message}
+        rows = desk.run(JUDGE_LETTERS, force=force, **which)
+        good = {row[0]: row[1] for row in rows if row[2] is None}
+        desk.run(REVIVE, ids=[*good])
+    seqs += good.values()
+    return rows
+
+
+def retry(desk: Console, name: str, force: bool, seqs: list[int]) -> dict[str, Any]:
+    rows = _revive(desk, force, seqs, ids=[_letter_id(name)], topic=None, after=0)
+    if not rows:
+        raise Refused("not_found", f"there is no dead letter {name}")
+    _, seq, against, newer, most = rows[0]
+    if against:
+        why = AGAINST[against].format(newer=newer, max_retries=most)
+        raise Refused("conflict", f"dead letter {name} is not sent again: {why}")
+    return {"id": name, "status": "RETRYING", "message": f"entry {seq} is in the queue again"}
 
 
 def retry_all(
@@ -6148,30 +6146,23 @@ def retry_all(
     """Puts all that can go back into the queue, in chunks; of very many, as many as the time
     allows: what is left is asked for again."""
     retried, after, until = 0, 0, time.monotonic() + seconds
-    refused: dict[str, int] = {}
+    refused = Counter[str]()
     more = False
     while not more:
-        with put_back(desk) as seqs, desk.conn.transaction():
-            rows = desk.run(JUDGE_LETTERS, ids=None, topic=topic, after=after)
-            good = []
-            for row in rows:
-                against = _against(row, force)
-                if against:
-                    kind = re.sub(r" \(seq \d+\)", "", against)
-                    refused[kind] = refused.get(kind, 0) + 1
-                else:
-                    good.append(row[0])
-                    seqs.append(row[1])
-            desk.run(REVIVE, ids=good)
+        with put_back(desk) as seqs:
+            rows = _revive(desk, force, seqs, ids=None, topic=topic, after=after)
         if not rows:
             break
-        retried, after = retried + len(good), rows[-1][1]
-        more = bool(good) and time.monotonic() > until
+        for _, _, against, _, most in rows:
+            if against:
+                words = AGAINST[against].replace(" (seq {newer})", "")
+                refused[words.format(max_retries=most)] += 1
+        retried, after = retried + len(seqs), rows[-1][1]
+        more = bool(seqs) and time.monotonic() > until
     message = f"{count(retried, 'entry', 'entries')} back in the queue"
-    message += "".join(f"; {number} not: {kind}" for kind, number in refused.items())
+    message += "".join(f"; {number} not: {why}" for why, number in refused.items())
     message += "; there may be more: ask again" if more else ""
-    number = sum(refused.values())
-    return {"retried": retried, "refused": number, "more": more, "message": message}
+    return {"retried": retried, "refused": refused.total(), "more": more, "message": message}
 
 
 def delete_letter(desk: Console, name: str) -> dict[str, Any]:
@@ -6775,7 +6766,7 @@ def _each(
 
 def _dlq_retry(desk: Console, arguments: argparse.Namespace) -> int:
     with put_back(desk) as seqs:
-        return _each(desk, arguments, lambda name: revive(desk, name, arguments.force, seqs))
+        return _each(desk, arguments, lambda name: retry(desk, name, arguments.force, seqs))
 
 
 def _dlq_delete(desk: Console, arguments: argparse.Namespace) -> int:
@@ -8322,7 +8313,7 @@ def _metrics(config: Config, environ: Mapping[str, str], _request: Request) -> R
 
 def _retry(desk: Console, request: Request) -> Any:
     with put_back(desk) as seqs:
-        return revive(desk, request.name, False, seqs)
+        return retry(desk, request.name, False, seqs)
 
 
 def _letters(desk: Console, request: Request) -> Any:
