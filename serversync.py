@@ -7527,14 +7527,7 @@ where current_setting('transaction_read_only') = 'on'
 MAKE_WRITABLE: Final = (
     "begin read write; alter database {} reset default_transaction_read_only; commit"
 )
-# By OpenSSL's number.
-CERTIFICATE: Final = {
-    9: "it is not yet valid: this clock is behind, or it was made too early",
-    10: "it has expired, as this clock says",
-    62: "it is for another name",
-    64: "it is for another address",
-    **dict.fromkeys((18, 19, 20, 21), "it is signed by a CA that this machine does not know"),
-}
+
 LOOK_AT: Final = "/api/number-groups"  # posting no entries would rewrite the frontend's store
 DAY: Final = 86400.0
 LOOK_MOST: Final = 5000  # directories or entries; more would be kept in memory
@@ -7572,7 +7565,8 @@ REMEDIES: Final = (
     ("^UNAUTHORIZED", "{token}"),
     ("not yet valid", "sudo timedatectl set-ntp true; sudo systemctl reload serversync"),
     ("has expired", "timedatectl; {certificate}  # if the clock is right: its owner must renew it"),
-    ("WRONG_VERSION|speak TLS", "{configure}  # FRONTEND_BASE_URL: http, not https, or its port"),
+    ("^TLS.*(WRONG_VERSION|record layer|EOF)",
+     "{configure}  # FRONTEND_BASE_URL: http, not https, or its port"),
     ("^TLS", "{certificate}; {configure}  # SYNC_CA_FILE: the PEM file of the CA that signed it"),
     ("^TOO_LARGE", "# on the machine of the frontend's nginx: echo 'client_max_body_size 200m;' |"
      " sudo tee /etc/nginx/conf.d/serversync.conf && sudo nginx -s reload"),
@@ -7838,13 +7832,7 @@ class Doctor:
                 tls_context(self.config).wrap_socket(plain, server_hostname=host) as tls,
             ):
                 until = str((tls.getpeercert() or {})["notAfter"])
-        except ssl.SSLError as error:
-            text = CERTIFICATE.get(getattr(error, "verify_code", -1), f"TLS fails: {error}")
-            if re.search("WRONG_VERSION|EOF", str(error)):
-                text = f"port {port} does not speak TLS"
-            yield "failed", text, remedy(self.config, "TLS_ERROR", None, f"{text} {error}")
-            return ""
-        except OSError:
+        except OSError:  # its check says why
             raise Skip("the frontend cannot be reached") from None
         days = int((ssl.cert_time_to_seconds(until) - time.time()) / DAY)
         if days < 14:
