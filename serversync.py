@@ -6689,7 +6689,7 @@ def do_dlq(config: Config, arguments: argparse.Namespace, environ: Mapping[str, 
             of = ", ".join(known)
             there = f"there are dead letters of: {of}" if of else "there are no dead letters"
             raise Refused("not_found", f"there is no topic {topic}; {there}")
-        return int(DLQ[arguments.action](desk, arguments))
+        return int(COMMANDS[f"dlq {arguments.action}"][2](desk, arguments))
 
 
 def _dlq_list(desk: Console, arguments: argparse.Namespace) -> int:
@@ -6780,15 +6780,6 @@ def _dlq_retry_all(desk: Console, arguments: argparse.Namespace) -> int:
     answer = retry_all(desk, arguments.topic, arguments.force)
     to_stdout(as_json(answer) if arguments.json else answer["message"])
     return EX_PERSON if answer["refused"] else EX_OK
-
-
-DLQ: Final = {
-    "list": _dlq_list,
-    "show": _dlq_show,
-    "retry": _dlq_retry,
-    "retry-all": _dlq_retry_all,
-    "delete": _dlq_delete,
-}
 
 
 def confirmed(arguments: argparse.Namespace, sentence: str) -> bool:
@@ -8947,48 +8938,23 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"serversync {__version__}")
     parser.add_argument("--env-file", metavar="FILE", help=f"default: {ENV_FILE}, where it exists")
     parser.set_defaults(**{flag[2:].replace("-", "_"): False for flag in FLAGS})
-    add = partial(_add, parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
-    add("run", "the service: deliver until stopped")
-    add("once", "deliver what is due, and exit")
-    add("status", "one screen: what it does, what waits, what is wrong", "--json --watch")
-    add("doctor", "check everything, with a hint for each problem", "--json --all --brief")
-    how = "--print-sql --admin-url --recordings --announcements --backend-user"
-    add("setup", "prepare the database and the recordings' directory", how)
-    what = "put an entry into the outbox; its payload comes by stdin"
-    add("enqueue", what, "--json type id --idempotency-key")
-    dlq = add("dlq", "entries that were given up: look, send again, delete")
-    of = partial(_add, dlq.add_subparsers(dest="action", required=True, metavar="ACTION"))
-    of("list", "a page of dead letters, newest first", "--json topic --all --page --page-size")
-    of("show", "one dead letter, with its payload", "--json letter")
-    of("retry", "send dead letters again, under their old seq", "--json --force letters")
-    of("retry-all", "send all that can be sent again", "--json --force topic")
-    of("delete", "delete dead letters: they are never sent", "--json --yes letters")
-    which = "--json --force --yes --seq --since --until --type --call"
-    add("replay", "send again what was sent", which)
-    add("prune", "delete old rows that were sent", "--yes --days")
-    settings = add("settings", "what came back from the frontend", "--json")
-    of = partial(_add, settings.add_subparsers(dest="action", metavar="ACTION"))
-    of("pull", "fetch and apply them now", "--dry-run --json")
-    held = "apply a section that was held back, because so much of it was gone"
-    of("accept", held, "section --json")
-    add("metrics", "print the metrics, as Prometheus reads them")
-    admin = "answer HTTP requests: status page, dead letters, metrics, health"
-    add("admin", admin, "--listen --idle")
+    groups = {"": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")}
+    for name, (text, takes, _) in COMMANDS.items():
+        group, _, word = name.rpartition(" ")
+        command = groups[group].add_parser(word, help=text, description=text)
+        command.add_argument("--env-file", metavar="FILE", default=argparse.SUPPRESS)
+        for each in takes.split():
+            if each in FLAGS:  # a default here would hide what stands before an action
+                default = argparse.SUPPRESS
+                command.add_argument(each, action="store_true", default=default, help=FLAGS[each])
+            else:
+                metavar, parse, what, *more = TAKEN[each]
+                given: dict[str, Any] = more[0] if more else {}
+                command.add_argument(each, metavar=metavar, type=parse, help=what, **given)
+        if name in ("dlq", "settings"):
+            actions: dict[str, Any] = {"dest": "action", "metavar": "ACTION"}
+            groups[name] = command.add_subparsers(required=name == "dlq", **actions)
     return parser
-
-
-def _add(commands: Any, name: str, text: str, takes: str = "") -> Parser:
-    command: Parser = commands.add_parser(name, help=text, description=text)
-    command.add_argument("--env-file", metavar="FILE", default=argparse.SUPPRESS)
-    for each in takes.split():
-        if each in FLAGS:  # a default here would hide what stands before an action
-            default = argparse.SUPPRESS
-            command.add_argument(each, action="store_true", default=default, help=FLAGS[each])
-        else:
-            metavar, parse, text, *more = TAKEN[each]
-            given: dict[str, Any] = more[0] if more else {}
-            command.add_argument(each, metavar=metavar, type=parse, help=text, **given)
-    return command
 
 
 FLAGS: Final = {
@@ -9025,15 +8991,41 @@ TAKEN: Final[dict[str, tuple[Any, ...]]] = {
     "--listen": ("WHERE", str, f"ADDRESS:PORT, or a Unix socket; default: {ADMIN_LISTEN}"),
     "--idle": ("SECONDS", float, argparse.SUPPRESS, {"default": ADMIN_IDLE}),
 }
-COMMANDS: Final[dict[str, Callable[[Config, argparse.Namespace, Mapping[str, str]], int]]] = {
-    "setup": do_setup,
-    "enqueue": do_enqueue,
-    "dlq": do_dlq,
-    "replay": do_replay,
-    "prune": do_prune,
-    "settings": do_settings,
-    "metrics": do_metrics,
-}
+# What a person may type: what it is for, what it takes, and who does it (or `dispatch`).
+COMMANDS: Final[dict[str, tuple[str, str, Any]]] = {
+    "run": ("the service: deliver until stopped", "", None),
+    "once": ("deliver what is due, and exit", "", None),
+    "status": ("one screen: what it does, what waits, what is wrong", "--json --watch", None),
+    "doctor": ("check everything, with a hint for each problem", "--json --all --brief", None),
+    "setup": (
+        "prepare the database and the recordings' directory",
+        "--print-sql --admin-url --recordings --announcements --backend-user", do_setup),
+    "enqueue": (
+        "put an entry into the outbox; its payload comes by stdin",
+        "--json type id --idempotency-key", do_enqueue),
+    "dlq": ("entries that were given up: look, send again, delete", "", do_dlq),
+    "dlq list": (
+        "a page of dead letters, newest first", "--json topic --all --page --page-size", _dlq_list),
+    "dlq show": ("one dead letter, with its payload", "--json letter", _dlq_show),
+    "dlq retry": (
+        "send dead letters again, under their old seq", "--json --force letters", _dlq_retry),
+    "dlq retry-all": ("send all that can be sent again", "--json --force topic", _dlq_retry_all),
+    "dlq delete": (
+        "delete dead letters: they are never sent", "--json --yes letters", _dlq_delete),
+    "replay": (
+        "send again what was sent",
+        "--json --force --yes --seq --since --until --type --call", do_replay),
+    "prune": ("delete old rows that were sent", "--yes --days", do_prune),
+    "settings": ("what came back from the frontend", "--json", do_settings),
+    "settings pull": ("fetch and apply them now", "--dry-run --json", None),
+    "settings accept": (
+        "apply a section that was held back, because so much of it was gone",
+        "section --json", None),
+    "metrics": ("print the metrics, as Prometheus reads them", "", do_metrics),
+    "admin": (
+        "answer HTTP requests: status page, dead letters, metrics, health",
+        "--listen --idle", None),
+}  # fmt: skip
 
 
 def refuse(error: ConfigError) -> int:
@@ -9122,8 +9114,8 @@ def dispatch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     configure_logging(config)
     if arguments.command != "setup":
         become_service_user(environ, arguments.command)
-    if arguments.command in COMMANDS:
-        code = COMMANDS[arguments.command](config, arguments, environ)
+    if do := COMMANDS[arguments.command][2]:
+        code = int(do(config, arguments, environ))
         sys.stdout.flush()
         return code
     process = Process(environ)
