@@ -6262,15 +6262,12 @@ def seen_at(where: str, view: Mapping[str, Any]) -> Samples:
     found: Any = view
     for key in keys.split("."):
         if isinstance(found, list):
-            pulled = [each for each in found if each["pulled_at"]]
-            found = {
-                each["section"]: each[key] if key == "skipped" else bool(each[key])
-                for each in pulled
-            }
+            found = {each["section"]: each[key] for each in found if each["pulled_at"]}
         else:
             found = found and found.get(key)
-    if isinstance(found, dict):
-        return labelled(label, found)
+    if isinstance(found, dict):  # a text, and what is held: whether there is any
+        known = {k: v if isinstance(v, int) else bool(v) for k, v in found.items()}
+        return labelled(label, known)
     return {"": _seconds(found) if isinstance(found, str) else found}
 
 
@@ -7545,6 +7542,12 @@ class Skip(Exception):
     """A check that cannot be made; says why."""
 
 
+def need(thing: T | None, otherwise: str) -> T:
+    if not thing:
+        raise Skip(otherwise)
+    return thing
+
+
 # What mends it, or whose it is, by the code and the reason; the first that fits. (A comment is a
 # line for a shell, too.)
 REMEDIES: Final = (
@@ -7629,7 +7632,7 @@ class Doctor:
         self.config, self.environ = config, environ
         self._desk: Console | None = None
         self._schema = False
-        self._answer = Answer()
+        self._answer: Answer | None = None
         self.process = Process(environ)
         self.process.install()
 
@@ -7659,21 +7662,17 @@ class Doctor:
 
     @property
     def desk(self) -> Console:
-        if self._desk is None:
-            raise Skip("the database is not there")
-        return self._desk
+        return need(self._desk, "the database is not there")
 
     @property
     def ledger(self) -> Console:
-        if self.desk and not self._schema:
-            raise Skip("the schema serversync is not there")
-        return self.desk
+        desk = self.desk
+        need(self._schema, "the schema serversync is not there")
+        return desk
 
     @property
     def answer(self) -> Answer:
-        if self._answer.status is None:
-            raise Skip("the frontend cannot be reached")
-        return self._answer
+        return need(self._answer, "the frontend cannot be reached")
 
     @contextlib.contextmanager
     def root(self) -> Iterator[int]:
@@ -7762,8 +7761,7 @@ class Doctor:
 
     def notify(self) -> Findings:
         if not self.view["checks"]["listening"]:
-            if self.view["agent"]["state"] != "running":
-                raise Skip("no running agent is seen here")
+            need(self.view["agent"]["state"] == "running", "no running agent is seen here")
             yield "warning", "the agent does not listen", JOURNAL
         return "the agent listens"
 
@@ -7773,7 +7771,8 @@ class Doctor:
         """By a question that changes nothing."""
         url = f"{self.config.frontend_base_url}{LOOK_AT}"
         asked = get(Frontend(self.config, self.process), LOOK_AT)
-        self._answer = answer = drive(asked, self.process)
+        answer = drive(asked, self.process)
+        self._answer = answer if answer.status is not None else None
         well = isinstance(answer.said, dict) and answer.said.get("ok") is True
         long = answer.status == 200 and not answer.complete and answer.body[:1] == b"{"
         if not well and not long and answer.status not in (401, 403):
@@ -7797,15 +7796,13 @@ class Doctor:
     def token(self) -> Findings:
         ours, status, hint = self.config.token, self.answer.status, token_hint(self.config)
         if status in (401, 403):
-            if not ours and self.gets_through:
-                raise Skip("the service has one of its own, and gets through")
-            text = "none is set here"
-            text = "the frontend does not accept ours" if ours else text
+            need(ours or not self.gets_through, "the service has one of its own, and gets through")
+            text = "the frontend does not accept ours" if ours else "none is set here"
             yield "failed", f"HTTP {status}: {text}", hint
         elif any(outage["code"] == "UNAUTHORIZED" for outage in self.outages):
             yield "failed", "accepted here, but not with the agent's entries", hint
-        elif status != 200:
-            raise Skip("the frontend does not say")
+        else:
+            need(status == 200, "the frontend does not say")
         return "accepted" if ours else "none is set, and none is wanted"
 
     def certificate(self) -> Findings:
@@ -7891,9 +7888,8 @@ class Doctor:
 
     def disk(self) -> Findings:
         path, disk = self.config.recordings_dir, self.view["recordings"]
-        if not disk["disk_total"]:
-            raise Skip(f"nothing is known of the disk of {path}")
-        part = disk["disk_free"] / disk["disk_total"]
+        total = need(disk["disk_total"], f"nothing is known of the disk of {path}")
+        part = disk["disk_free"] / total
         text = f"{human(disk['disk_free'])} ({100 * part:.0f} %) are free"
         if part < 0.15:
             hint = f"df -h {shlex.quote(path)}; serversync status"
@@ -7902,8 +7898,8 @@ class Doctor:
 
     def settings(self) -> Findings:
         view, directory = self.view["settings"], self.config.announcement_audio_dir
-        if not self.config.frontend_sync_interval_sec:
-            raise Skip("FRONTEND_SYNC_INTERVAL_SEC is 0: they are not pulled")
+        pulled = self.config.frontend_sync_interval_sec
+        need(pulled, "FRONTEND_SYNC_INTERVAL_SEC is 0: they are not pulled")
         if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
             text = f"user {os.geteuid()} cannot write announcements' audio to {directory}"
             yield "warning", text, setup_hint(self.config)
@@ -7931,10 +7927,8 @@ class Doctor:
     def unit(self) -> Findings:
         keys = ("UnitFileState", "ActiveState", "WatchdogUSec", "NRestarts", "Result")
         unit = unit_properties("LoadState", "FragmentPath", *keys)
-        if not unit:
-            raise Skip("there is no systemd here")
-        if unit["LoadState"] == "not-found":
-            raise Skip("there is no serversync.service")
+        loaded = need(unit, "there is no systemd here")["LoadState"]
+        need(loaded != "not-found", "there is no serversync.service")
         state, path, restarts = unit["ActiveState"], unit.get("FragmentPath", ""), unit["NRestarts"]
         start = f"sudo systemctl start serversync; {JOURNAL}"
         for wrong, status, text, hint in (
@@ -7952,8 +7946,7 @@ class Doctor:
         return "enabled, active, watched"
 
     def outage(self) -> Findings:
-        if self.view["agent"]["state"] != "running":
-            raise Skip("no running agent is seen here")
+        need(self.view["agent"]["state"] == "running", "no running agent is seen here")
         for text, outage in outages_told(self.view["outages"], time.time()):
             code, reason, where = (outage[key] for key in ("code", "reason", "endpoint"))
             hint = remedy(self.config, code, None, reason, where.removeprefix("route "))
@@ -7961,9 +7954,7 @@ class Doctor:
         return "none"
 
     def backlog(self) -> Findings:
-        outbox = self.view["outbox"]
-        if outbox is None:
-            raise Skip("the database is not there, or not set up")
+        outbox = need(self.view["outbox"], "the database is not there, or not set up")
         known = {*CORRUPT_CODES, *PATIENT, *(outage["code"] for outage in self.view["outages"])}
         among = {"known": [*known], "routes": [*self.config.routes]}
         for code, status, why, number, seq, kind in self.ledger.run(FAILING, **among):
@@ -7982,8 +7973,7 @@ class Doctor:
         return "none"
 
     def dead_letters(self) -> Findings:
-        if self.view["dead_letters"] is None:
-            raise Skip("the database is not there, or not set up")
+        need(self.view["dead_letters"], "the database is not there, or not set up")
         if number := open_letters(self.view):
             yield "warning", f"{count(number, 'entry', 'entries')} given up", "serversync dlq list"
         return "none"
