@@ -79,6 +79,7 @@ import textwrap
 import threading
 import time
 import traceback
+import tty
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -6654,11 +6655,14 @@ def as_far_as_right(error: ConfigError) -> Config:
 
 
 def watch(look: Callable[[], Mapping[str, Any]]) -> int:
-    """Repaints once a second, until Ctrl-C; leaves the last screen behind."""
-    screen, there = "", sys.stdout.isatty()
+    """Repaints once a second, until q or Ctrl-C; leaves the last screen behind."""
+    screen, there, keys = "", sys.stdout.isatty(), sys.stdin.isatty()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    modes = termios.tcgetattr(0) if keys else []
     try:
+        if keys:
+            tty.setcbreak(0)
         sys.stdout.write("\x1b[?1049h" if there else "")  # the other screen
         while True:
             width, height = get_terminal_size((WIDE, WIDE))
@@ -6666,10 +6670,13 @@ def watch(look: Callable[[], Mapping[str, Any]]) -> int:
             sys.stdout.write("\x1b[H\x1b[J" if there else "")  # goes with the first line
             to_stdout(screen)
             sys.stdout.flush()
-            time.sleep(1)
+            if select.select([0] if keys else [], [], [], 1)[0] and os.read(0, 64) in (b"q", b""):
+                return EX_OK
     except KeyboardInterrupt:
         return EX_OK
     finally:
+        if keys:
+            termios.tcsetattr(0, termios.TCSADRAIN, modes)
         if there:
             sys.stdout.write("\x1b[?1049l")
             to_stdout(screen)
@@ -7490,9 +7497,7 @@ FAILED_DELETIONS: Final = """
 select count(*) over (), outbox_id, directory, error from serversync.uploads
 where error is not null order by outbox_id limit 1
 """
-
 BACKEND_TABLES: Final = r"\d *.(recordings|system_settings)"
-
 CREATE_DATABASE: Final = "create database voicebot_utf8 encoding 'UTF8' template template0"
 LOCK_HOLDERS: Final = (
     "select a.* from pg_locks l join pg_stat_activity a using (pid) where locktype = 'advisory'"
@@ -7512,7 +7517,7 @@ LOOK_MOST: Final = 5000  # directories or entries; more would be kept in memory
 MEND: Final = "sudo serversync setup"
 CONFIGURE: Final = f"sudo nano {ENV_FILE}; sudo systemctl restart serversync"
 JOURNAL: Final = "serversync status; journalctl -u serversync -n 20"
-
+CMDLINE: Final = "/boot/firmware/cmdline.txt"
 PACKAGED: Final = "/usr/lib/systemd/system/serversync.service"
 
 
@@ -7934,6 +7939,23 @@ class Doctor:
             if wrong:
                 yield status, text, hint
         return "enabled, active, watched"
+
+    def memory_cgroup(self) -> Findings:
+        """What keeps MemoryMax= from doing anything."""
+        text = ""
+        for path in ("/sys/fs/cgroup/cgroup.controllers", "/proc/cgroups"):
+            with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+                text += file.read()
+        unit = unit_properties("ControlGroup", "MemoryMax")
+        limit = f"/sys/fs/cgroup{unit.get('ControlGroup', '')}/memory.max"
+        if not re.search(r"\bmemory\b(?!\s+\d+\s+\d+\s+0$)", text, re.M):
+            hint = f"sudo sed -i '1{{/cgroup_enable=memory/!s/$/ cgroup_enable=memory/}}' {CMDLINE}"
+            why = "the kernel has none, and MemoryMax= does nothing"
+            yield "warning", f"{why}; with this, from the next boot on", hint
+        elif unit.get("ControlGroup") and not os.path.exists(limit):
+            hint = f"sudo systemctl set-property serversync MemoryMax={unit['MemoryMax']}"
+            yield "warning", f"MemoryMax= is not enforced: there is no {limit}", hint
+        return "the kernel has it"
 
     def outage(self) -> Findings:
         need(self.view["agent"]["state"] == "running", "no running agent is seen here")

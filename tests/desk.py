@@ -307,6 +307,7 @@ class Terminal:
             size = struct.pack("HHHH", rows, columns, 0, 0)
             fcntl.ioctl(0, termios.TIOCSWINSZ, size)
             os.execve(launch.command[0], launch.command, {**launch.environ, "TERM": "xterm"})
+        self.modes = termios.tcgetattr(self._master)
         self._thread = threading.Thread(target=self._read, name="terminal", daemon=True)
         self._thread.start()
 

@@ -53,13 +53,14 @@ NAMES = [
     "settings",
     "agent",
     "unit",
+    "memory cgroup",
     "outage",
     "backlog",
     "corrupt rows",
     "dead letters",
 ]
 # What the machine that runs the tests may lack.
-MACHINE = {"disk", "unit"}
+MACHINE = {"disk", "unit", "memory cgroup"}
 # Not this machine, and refused at once, without asking a name server.
 ELSEWHERE = "http://255.255.255.255"
 DAY = 86400.0
@@ -1000,6 +1001,49 @@ def test_the_unit_is_as_systemd_shows_it(
 @needs_root
 def test_no_systemd_skips_the_unit(examine: Examine) -> None:
     examine(prefix=in_mounts("mount -t tmpfs none /run")).expect("unit", "skipped", "systemd")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("cgroups", "controllers", "status"),
+    [
+        ("cpu\t1\t1\t1\nmemory\t0\t90\t0\n", "cpuset cpu io pids", "warning"),
+        ("cpu\t1\t1\t1\nmemory\t4\t90\t1\n", None, "ok"),
+        ("cpu\t1\t1\t1\nmemory\t0\t90\t0\n", "cpuset cpu io memory pids", "ok"),
+        ("cpu\t1\t1\t1\n", None, "warning"),
+    ],
+    ids=["disabled", "version 1", "version 2", "absent"],
+)
+def test_a_kernel_without_the_memory_controller_is_a_warning(
+    examine: Examine, tmp_path: Path, cgroups: str, controllers: str | None, status: str
+) -> None:
+    (tmp_path / "cgroups").write_text("#subsys_name\thierarchy\tnum_cgroups\tenabled\n" + cgroups)
+    script = f"mount --bind {tmp_path}/cgroups /proc/cgroups\nmount -t tmpfs none /sys/fs/cgroup"
+    if controllers:
+        script += f"\necho {controllers} >/sys/fs/cgroup/cgroup.controllers"
+
+    check = examine(prefix=in_mounts(script)).expect("memory cgroup", status)
+
+    assert status == "ok" or "cgroup_enable=memory" in check.hint
+
+
+@needs_root
+def test_a_limit_of_memory_that_is_not_enforced_is_a_warning(
+    examine: Examine, tmp_path: Path
+) -> None:
+    """The kernel has the controller, and systemd could not write the service's limit."""
+    unit = {"ControlGroup": "/system.slice/serversync.service", "MemoryMax": "268435456"}
+    running = booted(tmp_path, **unit)
+    group = f"/sys/fs/cgroup{unit['ControlGroup']}"
+    script = "mount -t tmpfs none /sys/fs/cgroup\necho memory >/sys/fs/cgroup/cgroup.controllers"
+    script += f"\nmkdir -p {group}"
+
+    without = examine(prefix=(*in_mounts(script), *running))
+    enforced = examine(prefix=(*in_mounts(f"{script}\ntouch {group}/memory.max"), *running))
+
+    check = without.expect("memory cgroup", "warning", "MemoryMax= is not enforced", group)
+    assert check.hint == "sudo systemctl set-property serversync MemoryMax=268435456"
+    enforced.expect("memory cgroup", "ok")
 
 
 def test_an_old_backlog_is_a_warning(

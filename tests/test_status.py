@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import termios
 import time
 import uuid
 from collections.abc import Callable
@@ -542,7 +543,7 @@ def test_the_screen_fits_however_many_types_wait(
     assert len(desk.json("status", code=69)["outbox"]["by_type"]) == 120
 
 
-def test_sixty_columns_are_enough(
+def test_sixty_columns_are_enough_and_q_ends_the_watching(
     agent: AgentFactory, backend: Backend, frontend: Frontend
 ) -> None:
     frontend.on_entries = lambda request: Reply(401, body="x" * 100)
@@ -556,7 +557,10 @@ def test_sixty_columns_are_enough(
         wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
         columns = [line[:13].strip() for line in terminal.screen.text.splitlines()[2:]]
         assert [title for title in columns if title][:3] == ["health", "agent", "outbox"]
-        end(terminal)
+        before = terminal.modes
+        terminal.press("q")
+        assert terminal.wait() == 0
+        assert termios.tcgetattr(terminal._master) == before
 
 
 def test_a_mistake_in_the_file_hides_nothing_else(
