@@ -2211,7 +2211,6 @@ class Wait:
 AT_ONCE: Final = Wait()
 T = TypeVar("T")
 Steps = Generator[Wait, None, T]
-Sink = Callable[[bytes], object]
 
 
 class Source(io.RawIOBase):
@@ -2303,8 +2302,7 @@ class Wire:
         headers = {**self._headers, **asked.headers}
         if asked.method == "POST":
             headers["Content-Length"] = str(asked.length)
-        path = self.url.path or ""
-        path = path.rstrip("/") + asked.path if asked.path else path or "/"  # none: of a route
+        path = (self.url.path or "") + asked.path or "/"
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return f"{asked.method} {path} HTTP/1.1\r\n{lines}\r\n".encode("ascii")
 
@@ -2346,7 +2344,7 @@ class Outgoing:
     tail: bytes = b""
     rate: float = float("inf")  # bytes a second, at most
     answer_max: int = ANSWER_MAX
-    sink: Sink | None = None  # takes the body of a 200 in pieces
+    sink: Callable[[bytes], object] | None = None  # takes the body of a 200 in pieces
 
     @property
     def length(self) -> int:
@@ -2843,6 +2841,8 @@ class Recordings:
 class Job:
     """A generator that says after each piece of work when it wants to go on."""
 
+    troubles: Sequence[tuple[str, str]] = ()  # what a person should know, with its state
+
     def __init__(self, agent: Agent) -> None:
         self.agent, self.store = agent, agent.store
         self.voice, self.repeats = agent.voice, agent.voice.repeats
@@ -2884,8 +2884,8 @@ class Job:
         self.wake()
 
     def told(self) -> list[tuple[str, str]]:
-        """What a person should know of it, with its state: nothing while all is well."""
-        return []
+        """Its troubles: nothing while all is well."""
+        return list(self.troubles)
 
     def published(self) -> dict[str, object]:
         """What the state file says of it."""
@@ -3707,37 +3707,30 @@ class Calls(Job):
     """Announces them in order. A kill repeats one at most: how far the file is read is in the
     database. (`once` lives too short for it.)"""
 
-    def __init__(self, agent: Agent) -> None:
-        super().__init__(agent)
-        self.trouble: list[tuple[str, str]] = []
-
-    def told(self) -> list[tuple[str, str]]:
-        return self.trouble
-
     def step(self, now: float, ready: Container[int]) -> bool:
         """A look in vain, once a second, is none that anybody else hears of."""
-        before = self.trouble
-        return super().step(now, ready) and (self.under_way or self.trouble != before)
+        before = self.troubles
+        return super().step(now, ready) and (self.under_way or self.troubles != before)
 
     def turns(self) -> Steps[None]:
         while True:
             path, wait = self.agent.config.notification_queue_file, 1.0
             try:
                 if not path or self.agent.once:
-                    self.trouble, wait = [], float("inf")
+                    self.troubles, wait = (), float("inf")
                 else:
                     self._take(path, f"{path}.processing")
                     yield from self._read(f"{path}.processing")
                     wait = 0.0
             except FileNotFoundError:  # nothing to read
-                self.trouble = []
+                self.troubles = ()
             except OSError as error:
                 self._failed("person", f"{error.filename or path}: {error.strerror}")
             yield Wait(time.monotonic() + wait)
 
     def _failed(self, state: str, why: str, key: str = "") -> None:
         text = clean(f"incoming calls are not announced: {why}")
-        self.trouble = [(state, text)]
+        self.troubles = [(state, text)]
         self.repeats.say("calls", key, logging.WARNING, "calls_failed", text)
 
     def _take(self, path: str, taken: str) -> None:
@@ -3910,7 +3903,10 @@ class Agent:
                 enough = self.once and (self.failures >= 5 or not isinstance(error, Lost))
                 if enough or isinstance(error, (Stopping, ConfigError)):
                     raise
-                resume_at = time.monotonic() + self.pause_after(error)
+                self._met(error)
+                self.failures += not isinstance(error, Busy)
+                pause = backoff(self.failures - 1, 0.5 + random.random() / 2, cap=15.0)
+                resume_at = time.monotonic() + (2.0 if isinstance(error, Busy) else pause)
 
     def hold(self) -> None:
         """Returns with the connection made and the lock taken; raises Unavailable, or Busy."""
@@ -3984,14 +3980,6 @@ class Agent:
             sockets.append((self.session.conn.fileno(), select.POLLIN))
         until = min([self.store.settle_at, *(job.wait.until for job in jobs)])
         return self.process.wait(until, sockets)
-
-    def pause_after(self, error: Exception) -> float:
-        """It keeps the loop from going on: in how many seconds that is tried again."""
-        self._met(error)
-        if isinstance(error, Busy):
-            return 2.0
-        self.failures += 1
-        return backoff(self.failures - 1, 0.5 + random.random() / 2, cap=15.0)
 
     def _met(self, error: Exception) -> None:
         """What went wrong is said, once a minute."""
