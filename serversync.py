@@ -6460,7 +6460,7 @@ def since(text: str | None) -> str:
 
 def service_user(environ: Mapping[str, str]) -> pwd.struct_passwd | None:
     """Who the service is: the unit's user; without a unit the running agent's, or the package's."""
-    unit = unit_properties("LoadState", "User")
+    unit = unit_properties()
     with contextlib.suppress(OSError, KeyError):
         if unit.get("LoadState") == "loaded":
             return pwd.getpwnam(unit["User"] or "root")
@@ -6472,11 +6472,14 @@ def service_user(environ: Mapping[str, str]) -> pwd.struct_passwd | None:
     return None
 
 
-def unit_properties(*names: str) -> dict[str, str]:
-    """What systemd knows of the service; nothing where there is no systemd."""
+@cache
+def unit_properties() -> Mapping[str, str]:
+    """What systemd knows of the service, asked once; nothing where there is no systemd."""
     if not os.path.isdir("/run/systemd/system"):
         return {}
-    show = ["systemctl", "show", f"--property={','.join(names)}", "serversync.service"]
+    names = "LoadState,User,WorkingDirectory,FragmentPath,UnitFileState,ActiveState,Result"
+    names += ",NRestarts,WatchdogUSec,ControlGroup,MemoryMax"
+    show = ["systemctl", "show", f"--property={names}", "serversync.service"]
     clean_environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
     try:
         shown = subprocess.run(
@@ -6487,10 +6490,9 @@ def unit_properties(*names: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
 
 
-@cache
 def working_directory() -> str:
     """The service's, wherever a command is typed."""
-    known = unit_properties("WorkingDirectory").get("WorkingDirectory", "")
+    known = unit_properties().get("WorkingDirectory", "")
     return known.lstrip("!") or os.getcwd()  # "!": it may be missing
 
 
@@ -7908,10 +7910,8 @@ class Doctor:
         return f"running since {agent['since']}"
 
     def unit(self) -> Findings:
-        keys = ("UnitFileState", "ActiveState", "WatchdogUSec", "NRestarts", "Result")
-        unit = unit_properties("LoadState", "FragmentPath", *keys)
-        loaded = need(unit, "there is no systemd here")["LoadState"]
-        need(loaded != "not-found", "there is no serversync.service")
+        unit = need(unit_properties(), "there is no systemd here")
+        need(unit["LoadState"] != "not-found", "there is no serversync.service")
         state, path, restarts = unit["ActiveState"], unit.get("FragmentPath", ""), unit["NRestarts"]
         start = f"sudo systemctl start serversync; {JOURNAL}"
         for wrong, status, text, hint in (
@@ -7934,7 +7934,7 @@ class Doctor:
         for path in ("/sys/fs/cgroup/cgroup.controllers", "/proc/cgroups"):
             with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
                 text += file.read()
-        unit = unit_properties("ControlGroup", "MemoryMax")
+        unit = unit_properties()
         limit = f"/sys/fs/cgroup{unit.get('ControlGroup', '')}/memory.max"
         if not re.search(r"\bmemory\b(?!\s+\d+\s+\d+\s+0$)", text, re.M):
             hint = f"sudo sed -i '1{{/cgroup_enable=memory/!s/$/ cgroup_enable=memory/}}' {CMDLINE}"
