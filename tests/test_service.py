@@ -18,7 +18,6 @@ import pytest
 
 import agent as agent_module
 from agent import Agent, AgentFactory, NotifySocket
-from backend import Backend
 from frontend import Frontend, Reply, Request
 from ledger import hold, uploads, waiting
 from machine import in_mounts, needs_root
@@ -384,52 +383,44 @@ def has_socket_to(agent: Agent, url: str, kind: str) -> bool:
 
 
 class Stage:
-    """What a situation needs: everything of one test."""
+    """What a situation needs: everything of one test, and the settings of its agent."""
 
-    def __init__(
-        self, factory: AgentFactory, frontend: Frontend, backend: Backend, **settings: Any
-    ) -> None:
-        self.start = partial(factory, **settings)
-        self.frontend = frontend
-        self.backend = backend
+    def __init__(self, pi: Pi, **settings: Any) -> None:
+        self.start = partial(pi.agent, **settings)
+        self.frontend, self.backend, self.db = pi.frontend, pi.backend, pi.db
         self.stack = contextlib.ExitStack()
+
+    def start_until(self, there: Callable[[], object], **settings: Any) -> Agent:
+        running = self.start(**settings)
+        self.frontend.wait(there, what="the situation")
+        return running
 
 
 def in_a_hanging_request(stage: Stage) -> Agent:
     stage.frontend.on_entries = lambda request: Reply(stall=60)
-    running = stage.start()
-    stage.frontend.wait(lambda: stage.frontend.requests[0].entries)
-    return running
+    return stage.start_until(lambda: stage.frontend.requests[0].entries)
 
 
 def in_an_answer_that_trickles(stage: Stage) -> Agent:
     stage.frontend.on_entries = lambda request: Reply(body={"ok": True}, trickle=0.4)
-    running = stage.start()
-    stage.frontend.wait(lambda: stage.frontend.requests[0].finished)
-    return running
+    return stage.start_until(lambda: stage.frontend.requests[0].finished)
 
 
 def in_an_upload(stage: Stage) -> Agent:
     stage.frontend.on_head = lambda request: (
         None if request.kind != "file" else setattr(stage.frontend, "read_rate", 100_000)
     )
-    running = stage.start()
-    stage.frontend.wait(lambda: stage.frontend.of_kind("file")[0].received > 50_000)
-    return running
+    return stage.start_until(lambda: stage.frontend.of_kind("file")[0].received > 50_000)
 
 
 def in_a_stalled_upload(stage: Stage) -> Agent:
     stage.frontend.on_head = lambda request: Reply(stall=60) if request.kind == "file" else None
-    running = stage.start()
-    stage.frontend.wait(lambda: stage.frontend.of_kind("file"))
-    return running
+    return stage.start_until(lambda: stage.frontend.of_kind("file"))
 
 
 def in_the_wait_for_an_upload_s_answer(stage: Stage) -> Agent:
     stage.frontend.on_file = lambda request: Reply(stall=60)
-    running = stage.start()
-    stage.frontend.wait(lambda: stage.frontend.of_kind("file")[0].file)
-    return running
+    return stage.start_until(lambda: stage.frontend.of_kind("file")[0].file)
 
 
 def in_a_connect_that_hangs(stage: Stage) -> Agent:
@@ -469,7 +460,7 @@ def in_a_database_connect_that_hangs(stage: Stage) -> Agent:
 
 
 def in_a_statement_that_hangs(stage: Stage) -> Agent:
-    db = stage.backend.db
+    db = stage.db
     proxy = stage.stack.enter_context(Proxy("127.0.0.1", db.cluster.port))
     url = db.url_through(proxy.port)
     running = stage.start(DATABASE_URL=url, SYNC_POLL_INTERVAL_SEC=0.5)
@@ -481,11 +472,11 @@ def in_a_statement_that_hangs(stage: Stage) -> Agent:
 
 
 def with_a_locked_table(stage: Stage) -> Agent:
-    lock = stage.stack.enter_context(stage.backend.db.connect(autocommit=False))
+    lock = stage.stack.enter_context(stage.db.connect(autocommit=False))
     running = stage.start()
-    stage.frontend.wait(lambda: not stage.backend.db.pending())
+    stage.frontend.wait(lambda: not stage.db.pending())
     lock.execute("LOCK TABLE sync_outbox")
-    stage.backend.db.execute("NOTIFY serversync")
+    stage.db.execute("NOTIFY serversync")
     running.wait_log("somebody has locked a table")
     return running
 
@@ -517,9 +508,7 @@ def in_a_look_up_of_the_database(stage: Stage) -> Agent:
 
 
 def idle(stage: Stage) -> Agent:
-    running = stage.start()
-    stage.frontend.wait(lambda: not stage.backend.db.pending())
-    return running
+    return stage.start_until(lambda: not stage.db.pending())
 
 
 def as_standby(stage: Stage) -> Agent:
@@ -555,9 +544,7 @@ def test_watchdog_is_fed_however_long_something_hangs(
 ) -> None:
     """Longer than the watchdog's time, and with a time-out of a hundred times that."""
     pi.backend.end_call(seconds=60)
-    stage = Stage(
-        pi.agent, pi.frontend, pi.backend, notify=notify, SYNC_TIMEOUT_SEC=600, **WATCHDOG
-    )
+    stage = Stage(pi, notify=notify, SYNC_TIMEOUT_SEC=600, **WATCHDOG)
     with stage.stack:
         running = situation(stage)
         began = time.monotonic()
@@ -586,7 +573,7 @@ def test_sigterm_ends_the_agent_within_two_seconds_and_nothing_is_half_marked(
     pi: Pi, situation: Callable[[Stage], Agent], record_property: Callable[[str, object], None]
 ) -> None:
     call = pi.backend.end_call(seconds=60)
-    stage = Stage(pi.agent, pi.frontend, pi.backend)
+    stage = Stage(pi)
     with stage.stack:
         running = situation(stage)
         code, seconds = running.stop()
