@@ -17,6 +17,7 @@ from desk import BURIED_MANY
 from frontend import Frontend, Reply, Request
 from ledger import dead, failures
 from pg import Database
+from pi import Pi
 
 MIB = 1024 * 1024
 # How much more than a process that has only imported what the agent needs.
@@ -172,79 +173,58 @@ def wait_all(db: Database) -> None:
 # -- each alone ----------------------------------------------------------------------------------
 
 
-def test_memory_stays_flat_while_a_backlog_is_drained(
-    meter: Meter, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    Sink(frontend)
-    backend.enqueue_many(50_000)
-    assert meter.once(SYNC_BATCH_SIZE=1000) == 0
-    assert sent(db) == 50_000 and not db.pending()
-
-
 @pytest.mark.slow
-def test_memory_stays_flat_while_a_million_entries_are_drained(
-    meter: Meter, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    Sink(frontend)
-    backend.enqueue_many(1_000_000)
-    db.execute("ANALYZE sync_outbox")
+def test_memory_stays_flat_while_a_million_entries_are_drained(pi: Pi, meter: Meter) -> None:
+    Sink(pi.frontend)
+    pi.backend.enqueue_many(1_000_000)
+    pi.db.execute("ANALYZE sync_outbox")
     assert meter.once(SYNC_BATCH_SIZE=1000) == 0
-    assert sent(db) == 1_000_000 and not db.pending()
+    assert sent(pi.db) == 1_000_000 and not pi.db.pending()
 
 
-def test_memory_stays_flat_while_a_gibibyte_is_uploaded(
-    meter: Meter, backend: Backend, frontend: Frontend
-) -> None:
-    sink = Sink(frontend)
-    call = end_long_call(backend, 1024 * MIB)
+def test_memory_stays_flat_while_a_gibibyte_is_uploaded(pi: Pi, meter: Meter) -> None:
+    sink = Sink(pi.frontend)
+    call = end_long_call(pi.backend, 1024 * MIB)
     assert meter.once() == 0
     assert len(sink.files) == 1 and sink.files[0] > 1024 * MIB
     assert not call.directory.exists()
 
 
-def test_an_entry_of_seven_mebibytes_takes_three_times_its_size(
-    meter: Meter, db: Database, frontend: Frontend
-) -> None:
-    sink = Sink(frontend)
-    db.execute(LARGE, (7 * MIB // 32,))
+def test_an_entry_of_seven_mebibytes_takes_three_times_its_size(pi: Pi, meter: Meter) -> None:
+    sink = Sink(pi.frontend)
+    pi.db.execute(LARGE, (7 * MIB // 32,))
     assert meter.once(largest=7 * MIB) == 0
-    assert sink.largest > 7 * MIB and not db.pending()
+    assert sink.largest > 7 * MIB and not pi.db.pending()
 
 
-def test_payload_of_64_mebibytes_is_dead_without_being_loaded(
-    meter: Meter, db: Database, backend: Backend, frontend: Frontend
-) -> None:
-    Sink(frontend)
-    seq = db.value(HUGE, (64 * MIB,))
-    backend.enqueue_many(10)
+def test_payload_of_64_mebibytes_is_dead_without_being_loaded(pi: Pi, meter: Meter) -> None:
+    Sink(pi.frontend)
+    seq = pi.db.value(HUGE, (64 * MIB,))
+    pi.backend.enqueue_many(10)
     assert meter.once() == 1
-    assert dead(db) == {seq: "TOO_LARGE"} and not db.pending()
-    assert sent(db) == 10
+    assert dead(pi.db) == {seq: "TOO_LARGE"} and not pi.db.pending()
+    assert sent(pi.db) == 10
 
 
-def test_memory_stays_flat_with_a_hundred_thousand_failures(
-    meter: Meter, backend: Backend, db: Database, frontend: Frontend
-) -> None:
-    Sink(frontend)
+def test_memory_stays_flat_with_a_hundred_thousand_failures(pi: Pi, meter: Meter) -> None:
+    Sink(pi.frontend)
     assert meter.once() == 0  # makes the schema
-    backend.enqueue_many(100_000)
-    wait_all(db)
-    backend.enqueue_many(3000)
+    pi.backend.enqueue_many(100_000)
+    wait_all(pi.db)
+    pi.backend.enqueue_many(3000)
     assert meter.once() == 75
-    assert sent(db) == 3000
-    assert db.value("SELECT count(*) FROM serversync.waiting") == 100_000
+    assert sent(pi.db) == 3000
+    assert pi.db.value("SELECT count(*) FROM serversync.waiting") == 100_000
 
 
-def test_memory_stays_flat_when_everything_is_rejected_at_once(
-    meter: Meter, backend: Backend, db: Database, frontend: Frontend
-) -> None:
+def test_memory_stays_flat_when_everything_is_rejected_at_once(pi: Pi, meter: Meter) -> None:
     page = "<html>" + "x" * 200_000
-    frontend.history = False
-    frontend.on_head = lambda request: Reply(500, body=page, after=request.length)
-    backend.enqueue_many(20_000)
+    pi.frontend.history = False
+    pi.frontend.on_head = lambda request: Reply(500, body=page, after=request.length)
+    pi.backend.enqueue_many(20_000)
     assert meter.once(SYNC_BATCH_SIZE=1000) == 69
-    assert len(db.pending()) == 20_000
-    assert len(failures(db)) <= 1  # the one that was tried after the empty request was refused
+    assert len(pi.db.pending()) == 20_000
+    assert len(failures(pi.db)) <= 1  # the one that was tried after the empty request was refused
 
 
 # -- people's commands ---------------------------------------------------------------------------
@@ -330,20 +310,16 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
 
 
 def test_everything_at_once_fits_into_a_memory_cgroup_of_48_mebibytes(
-    meter: Meter,
-    backend: Backend,
-    db: Database,
-    frontend: Frontend,
-    record_property: Callable[[str, object], None],
+    pi: Pi, meter: Meter, record_property: Callable[[str, object], None]
 ) -> None:
-    sink = Sink(frontend)
+    sink = Sink(pi.frontend)
     assert meter.once() == 0  # makes the schema
-    backend.enqueue_many(10_000)
-    wait_all(db)
-    db.execute(LARGE, (7 * MIB // 32,))
-    huge = db.value(HUGE, (64 * MIB,))
-    backend.enqueue_many(10_000)
-    call = end_long_call(backend, 1024 * MIB)
+    pi.backend.enqueue_many(10_000)
+    wait_all(pi.db)
+    pi.db.execute(LARGE, (7 * MIB // 32,))
+    huge = pi.db.value(HUGE, (64 * MIB,))
+    pi.backend.enqueue_many(10_000)
+    call = end_long_call(pi.backend, 1024 * MIB)
     with memory_cgroup(LIMIT) as group:
         enter = ["sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(group)]
         code = meter.once(prefix=enter, largest=7 * MIB, SYNC_BATCH_SIZE=1000)
@@ -353,10 +329,10 @@ def test_everything_at_once_fits_into_a_memory_cgroup_of_48_mebibytes(
         events = group / "memory.events"
         assert not events.exists() or "oom_kill 0" in events.read_text()
     assert code == 1  # the one that is too large
-    assert dead(db) == {huge: "TOO_LARGE"}
-    assert sent(db) == 10_000 + 1 + 4 and sink.largest > 7 * MIB
+    assert dead(pi.db) == {huge: "TOO_LARGE"}
+    assert sent(pi.db) == 10_000 + 1 + 4 and sink.largest > 7 * MIB
     assert len(sink.files) == 1 and not call.directory.exists()
-    assert len(db.pending()) == 10_000
+    assert len(pi.db.pending()) == 10_000
 
 
 NONSENSE = {
