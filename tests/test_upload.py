@@ -58,14 +58,6 @@ def long_uploads(frontend: Frontend) -> list[Request]:
     return [request for request in list(frontend.requests) if is_long(request)]
 
 
-def wait_for_entry(frontend: Frontend, seq: int) -> None:
-    frontend.wait(lambda: seq in frontend.seqs(), 10, f"entry {seq}")
-
-
-def wait_for_file(frontend: Frontend, call: Call) -> None:
-    frontend.wait(lambda: frontend.files[call.call_log_id], what=f"the file of {call.call_id}")
-
-
 def wait_until_aside(db: Database, running: Agent, call: Call, code: str, tries: int) -> None:
     """Until its upload was set aside so often, for this reason, and never charged."""
     seq = call.seq("recording_file")
@@ -407,7 +399,7 @@ def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(pi: Pi) ->
     assert "SYNC_VERIFY_PATH" in running.wait_log("files: outage")
     assert len(pi.frontend.of_kind("file")) == 3
     for _ in range(3):  # entries go on, and nothing dies of it
-        wait_for_entry(pi.frontend, pi.backend.enqueue())
+        pi.wait_entry(pi.backend.enqueue())
         let_hours_pass(pi.db, 72)
     wait_until(lambda: "SYNC_VERIFY_PATH" in running.state()["outages"][0]["reason"])
     for call in calls:
@@ -495,7 +487,7 @@ def test_a_stray_second_answer_confirms_neither_the_next_recording_nor_the_next_
 def test_a_lock_on_one_recording_keeps_nothing_else(pi: Pi) -> None:
     running = pi.agent()
     locked = pi.backend.end_call(events=0)
-    wait_for_file(pi.frontend, locked)
+    pi.wait_file(locked)
     pi.wait_delivered()
     with pi.db.connect(autocommit=False) as connection:
         held = pi.backend.end_call(events=0, audio=False, meta=False)
@@ -503,10 +495,10 @@ def test_a_lock_on_one_recording_keeps_nothing_else(pi: Pi) -> None:
         write_wav(held.wav, 1, "audio")
         pi.backend.write_meta(held)
         let_hours_pass(pi.db)
-        wait_for_file(pi.frontend, held)
+        pi.wait_file(held)
         for _ in range(3):
             call = pi.backend.end_call(events=1)
-            wait_for_file(pi.frontend, call)
+            pi.wait_file(call)
             wait_until(
                 lambda: set(pi.db.pending()) <= {held.seq("recording_file")},
                 10, "all others to be recorded", running.log,
@@ -540,7 +532,7 @@ def test_an_upload_under_way_when_the_database_is_lost_is_recorded_or_repeated(
         proxy.cut()
         running.wait_log("the database connection is lost")
         proxy.resume()
-        wait_for_entry(pi.frontend, pi.backend.enqueue())  # it is there again
+        pi.wait_entry(pi.backend.enqueue())  # it is there again
     pi.frontend.read_rate = None
     answer.set()
     pi.wait_delivered(40)
@@ -646,7 +638,7 @@ def test_the_bandwidth_limit_paces_an_upload(pi: Pi) -> None:
     request = wait_for_upload(pi.frontend)
     pi.frontend.wait(lambda: request.received >= request.length / 2, what="half of the body")
     half = (request.finished or time.monotonic()) - request.started
-    pi.frontend.wait(lambda: pi.frontend.files[call.call_log_id])
+    pi.wait_file(call)
     assert request.finished is not None
     took = request.finished - request.started
     # Only the lower bounds: a busy machine makes it slower.
@@ -692,7 +684,7 @@ def test_new_entries_arrive_while_a_large_file_travels_slowly(pi: Pi) -> None:
             pi.db.execute("alter table sync_outbox disable trigger serversync_wake")
         for _ in range(2):
             call = pi.backend.end_call(seconds=0.1)
-            wait_for_entry(pi.frontend, call.seq("recording"))
+            pi.wait_entry(call.seq("recording"))
     assert request.finished is None, running.log()
     assert request.received < request.length
     pi.frontend.read_rate = None
@@ -714,7 +706,7 @@ def test_new_entries_arrive_while_the_frontend_takes_its_time_to_store_a_file(pi
     request = wait_for_upload(pi.frontend)
     pi.frontend.wait(lambda: request.file, what="the whole body")
     for _ in range(2):
-        wait_for_entry(pi.frontend, pi.backend.enqueue())
+        pi.wait_entry(pi.backend.enqueue())
     assert request.finished is None
     stored.set()
     pi.wait_delivered()
@@ -740,7 +732,7 @@ def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(pi: Pi) -> No
     assert len(pi.frontend.of_kind("entries")) == before + 1, running.log()
     assert request.finished is None
     pi.frontend.read_rate = None
-    pi.frontend.wait(lambda: seqs[0] in pi.frontend.seqs() and seqs[1] in pi.frontend.seqs())
+    pi.wait_entry(*seqs)
     pi.wait_delivered()
     assert len(pi.frontend.of_kind("file")) == 1 and request.status == 200
     assert pi.frontend.files[large.call_log_id].sha256 == large.sha256
@@ -836,7 +828,7 @@ def test_a_body_that_was_moving_until_the_frontend_gave_up_is_never_charged(
         other = pi.backend.end_call(events=0, seconds=0.1)
         wait_until_aside(pi.db, running, call, "TOO_SLOW", number)
         assert_not_uploaded(pi, call)
-        wait_for_file(pi.frontend, other)
+        pi.wait_file(other)
         let_hours_pass(pi.db, 72)
     assert {request.status for request in long_uploads(pi.frontend) if request.finished} == {408}
     pi.frontend.body_timeout, pi.frontend.read_rate = 300.0, None
@@ -861,7 +853,7 @@ def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
     call = pi.backend.end_call(events=0, seconds=LONG)
     running = pi.agent(**IMPATIENT)
     request = pi.frontend.wait(lambda: long_uploads(pi.frontend)[0])
-    wait_for_entry(pi.frontend, pi.backend.enqueue())
+    pi.wait_entry(pi.backend.enqueue())
 
     def aside() -> bool:
         return failures(pi.db)[call.seq("recording_file")] == ("NETWORK_TIMEOUT", 1, 0)
@@ -900,7 +892,7 @@ def test_a_frontend_whose_disk_is_full_for_files_still_takes_entries(pi: Pi) -> 
     for _ in range(5):
         let_hours_pass(pi.db, 72)
         seq = pi.backend.enqueue()
-        wait_for_entry(pi.frontend, seq)
+        pi.wait_entry(seq)
     waiting = [call.seq("recording_file") for call in calls]
     wait_until(lambda: pi.db.pending() == waiting, what="only files to be pending")
     assert not dead(pi.db) and {state[2] for state in failures(pi.db).values()} <= {0}
