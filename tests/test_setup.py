@@ -76,16 +76,57 @@ def by_superuser(db: Database) -> Database:
 class Role:
     """A role of this test's own that may not be there yet, and how one comes in as it."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, desk: Desk) -> None:
+        self.db, self.desk = db, desk
         self.name = f"Role of {db.name}"
         self.url = db.cluster.url(db.name, user=self.name)
         self.admin_url = db.cluster.url(db.name, user="postgres")
-        self.setup = ("setup", "--admin-url", self.admin_url)
+
+    def setup(
+        self, *more: str, code: int | None = 0, **settings: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """The superuser prepares the database for it."""
+        settings = {"DATABASE_URL": self.url, **settings}
+        return self.desk("setup", "--admin-url", self.admin_url, *more, code=code, **settings)
+
+    def make(self, how: str = "LOGIN") -> None:
+        """Without any rights."""
+        self.superuser(f'CREATE ROLE "{self.name}" {how}')
+
+    def superuser(self, *statements: str) -> None:
+        with self.db.admin() as admin:
+            for statement in statements:
+                admin.execute(statement)
+
+    def steps(self) -> dict[str, str]:
+        """What setup does, by the name of each step."""
+        return steps(self.setup().stdout)
+
+    def refused(self, *more: str) -> subprocess.CompletedProcess[str]:
+        """Setup ends with words about the configuration, and has written nothing at all."""
+        before = catalogs(self.db)
+        done = self.setup(*more, code=78)
+        assert catalogs(self.db) == before and done.stdout == ""
+        return done
+
+    def all_is_there(self) -> None:
+        """Once more: everything is there, and nothing at all is written."""
+        before = catalogs(self.db)
+        again = self.steps()
+        assert set(again.values()) == {"there"} and len(again) >= 9
+        assert self.setup("--print-sql").stdout == ""
+        after = catalogs(self.db)
+        for name, rows in before.items():
+            assert after[name] == rows, name
+
+    def is_set_up(self) -> None:
+        self.setup()
+        self.all_is_there()
 
 
 @pytest.fixture
-def role(db: Database) -> Iterator[Role]:
-    made = Role(db)
+def role(db: Database, desk: Desk) -> Iterator[Role]:
+    made = Role(db, desk)
     yield made
     with db.admin() as admin:
         if admin.execute("SELECT FROM pg_roles WHERE rolname = %s", (made.name,)).rowcount:
@@ -102,17 +143,6 @@ def steps(text: str) -> dict[str, str]:
         assert done in ("made", "there", "failed"), line
         found["marker" if name.strip().startswith("marker in") else name.strip()] = done
     return found
-
-
-def assert_all_is_there(desk: Desk, db: Database, role: Role, **settings: Any) -> None:
-    """Once more: everything is there, and nothing at all is written."""
-    before = catalogs(db)
-    again = steps(desk(*role.setup, DATABASE_URL=role.url, **settings).stdout)
-    assert set(again.values()) == {"there"} and len(again) >= 9
-    assert desk(*role.setup, "--print-sql", DATABASE_URL=role.url, **settings).stdout == ""
-    after = catalogs(db)
-    for name, rows in before.items():
-        assert after[name] == rows, name
 
 
 def assert_works(
@@ -132,19 +162,25 @@ def assert_works(
     return running
 
 
+def move_backend(db: Database, schema: str, path: str = "") -> None:
+    with db.admin() as admin:
+        admin.execute(f"CREATE SCHEMA {schema} AUTHORIZATION voicebot")
+        for table in ("sync_outbox", "recordings", "system_settings"):
+            admin.execute(f"ALTER TABLE {table} SET SCHEMA {schema}")
+        path = path or schema
+        admin.execute(f"ALTER ROLE voicebot IN DATABASE {db.name} SET search_path = {path}")
+    db.close()
+
+
 # -- what it makes --------------------------------------------------------------------------------
 
 
-def test_a_database_that_quotes_all_names_keeps_what_setup_made(
-    agent: AgentFactory, db: Database, role: Role
-) -> None:
-    with db.admin() as admin:
-        admin.execute(f'ALTER DATABASE "{db.name}" SET quote_all_identifiers = on')
-    desk = Desk(agent)
-    desk(*role.setup, DATABASE_URL=role.url)
+def test_a_database_that_quotes_all_names_keeps_what_setup_made(db: Database, role: Role) -> None:
+    role.superuser(f'ALTER DATABASE "{db.name}" SET quote_all_identifiers = on')
+    role.setup()
     key = "SELECT 'sync_outbox'::regclass::oid, 'serversync_keys'::regclass::oid"
     before = db.rows(key)
-    again = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    again = role.steps()
     assert set(again.values()) == {"there"} and db.rows(key) == before
 
 
@@ -155,8 +191,7 @@ def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothi
     db: Database,
     role: Role,
 ) -> None:
-    desk = Desk(agent)
-    made = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    made = role.steps()
     there = [name for name, done in made.items() if done == "there"]
     assert "role" not in there and "sync_outbox" not in there and "marker" not in there
     assert {"role", "sync_outbox", "recordings", "schema serversync", "marker"} <= set(made)
@@ -173,7 +208,7 @@ def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothi
     with db.admin() as admin:
         known = admin.execute("SELECT root_id FROM serversync.sender").fetchall()
     assert known == [(root_id,)]
-    assert_all_is_there(desk, db, role)
+    role.all_is_there()
 
     assert_works(agent, backend, frontend, db, role)
     # Nor can it do more than it needs.
@@ -196,7 +231,7 @@ def test_people_s_commands_work_with_the_role_that_setup_made(
     desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database, role: Role
 ) -> None:
     url: dict[str, Any] = {"DATABASE_URL": role.url}
-    desk(*role.setup, **url)
+    role.setup()
     entity = str(uuid.uuid4())
     assert agent.once("enqueue", "schedule", entity, **url).returncode == 2  # no payload
     enqueued = run_once(agent.env(**url), args=("enqueue", "schedule", entity), stdin="{}")
@@ -205,9 +240,10 @@ def test_people_s_commands_work_with_the_role_that_setup_made(
     desk("replay", "--seq", "1", "--yes", **url)
     assert agent.once(**url).returncode == 0
     assert len(frontend.received(entity)) == 2
-    with db.admin() as admin:
-        admin.execute("UPDATE sync_outbox SET processed_at = now() - interval '40 days'")
-        admin.execute("UPDATE serversync.deliveries SET started_at = now() - interval '40 days'")
+    role.superuser(
+        "UPDATE sync_outbox SET processed_at = now() - interval '40 days'",
+        "UPDATE serversync.deliveries SET started_at = now() - interval '40 days'",
+    )
     assert desk("prune", "--yes", **url).stdout == "deleted 1 row, 2 receipts, 0 letters\n"
     own = by_superuser(db)
     (letter,) = bury(own, [{"n": 1}])
@@ -221,17 +257,17 @@ def test_people_s_commands_work_with_the_role_that_setup_made(
 
 
 def test_printed_sql_changes_nothing_by_itself_and_all_when_psql_runs_it(
-    desk: Desk, db: Database, role: Role, backend: Backend
+    db: Database, role: Role, backend: Backend
 ) -> None:
     before = catalogs(db)
-    script = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
+    script = role.setup("--print-sql").stdout
     assert catalogs(db) == before and not list(backend.recordings_dir.iterdir())
     assert f'create role "{role.name}"' in script and "create index concurrently" in script
     psql(role, script)
-    assert desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout == ""
-    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    assert role.setup("--print-sql").stdout == ""
+    done = role.steps()
     assert {name for name, what in done.items() if what == "made"} == {"marker"}
-    assert_all_is_there(desk, db, role)
+    role.all_is_there()
 
 
 def psql(role: Role, script: str) -> None:
@@ -244,7 +280,6 @@ def psql(role: Role, script: str) -> None:
 
 @pytest.mark.parametrize("printed", [False, True], ids=["directly", "by psql"])
 def test_a_backend_in_a_schema_of_its_own_is_found(
-    desk: Desk,
     agent: AgentFactory,
     backend: Backend,
     frontend: Frontend,
@@ -252,19 +287,12 @@ def test_a_backend_in_a_schema_of_its_own_is_found(
     role: Role,
     printed: bool,
 ) -> None:
-    with db.admin() as admin:
-        admin.execute('CREATE SCHEMA "Voice, bot" AUTHORIZATION voicebot')
-        for table in ("sync_outbox", "recordings", "system_settings"):
-            admin.execute(f'ALTER TABLE {table} SET SCHEMA "Voice, bot"')
-        admin.execute(
-            f'ALTER ROLE voicebot IN DATABASE {db.name} SET search_path = "Voice, bot", public'
-        )
-    db.close()
+    move_backend(db, '"Voice, bot"', path='"Voice, bot", public')
     if printed:
-        psql(role, desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout)
-    desk(*role.setup, DATABASE_URL=role.url)
+        psql(role, role.setup("--print-sql").stdout)
+    role.setup()
     assert db.rows(INDEX)[0][0]
-    assert_all_is_there(desk, db, role)
+    role.all_is_there()
     assert_works(agent, backend, frontend, db, role)
 
 
@@ -278,8 +306,7 @@ def test_the_tables_of_an_earlier_role_are_handed_over(
 ) -> None:
     seq = backend.enqueue()
     assert agent.once().returncode == 0  # as the backend's own role
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.is_set_up()
     running = assert_works(agent, backend, frontend, db, role)
     running.stop()
     assert "1 to be sent again" in desk("replay", "--seq", str(seq), DATABASE_URL=role.url).stdout
@@ -294,16 +321,15 @@ def test_a_routine_of_an_earlier_role_does_not_keep_a_new_one_away(
     desk("once")  # as the backend's own role
     db.execute("CREATE PROCEDURE serversync.evil() LANGUAGE sql AS 'SELECT 1'")
     db.execute("CREATE AGGREGATE serversync.worse(*) (SFUNC = int8inc, STYPE = int8, INITCOND = 0)")
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.is_set_up()
 
 
 def test_a_transaction_that_lasts_is_named_and_what_it_left_half_done_is_finished(
-    desk: Desk, backend: Backend, db: Database, role: Role
+    backend: Backend, db: Database, role: Role
 ) -> None:
     with db.connect(autocommit=False) as busy:
         backend.enqueue(connection=busy)
-        refused = desk(*role.setup, DATABASE_URL=role.url, code=None)
+        refused = role.setup(code=None)
         assert refused.returncode not in (0, 2)
         assert "lock timeout" in refused.stderr and "is not there" not in refused.stderr
         # Who it is; but nobody is told to end what may be a call.
@@ -311,15 +337,13 @@ def test_a_transaction_that_lasts_is_named_and_what_it_left_half_done_is_finishe
         assert "pg_terminate" not in refused.stderr
     if db.rows(INDEX):
         assert not db.rows(INDEX)[0][0]
-    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    done = role.steps()
     assert "failed" not in done.values()
     assert db.rows(INDEX)[0][0]
-    assert_all_is_there(desk, db, role)
+    role.all_is_there()
 
 
-def test_an_invalid_index_is_replaced(
-    desk: Desk, backend: Backend, db: Database, role: Role
-) -> None:
+def test_an_invalid_index_is_replaced(backend: Backend, db: Database, role: Role) -> None:
     backend.enqueue_many(2)
     with pytest.raises(psycopg.errors.UniqueViolation):
         db.execute(
@@ -327,9 +351,9 @@ def test_an_invalid_index_is_replaced(
             " ON sync_outbox (entity_type)"
         )
     assert [row[0] for row in db.rows(INDEX)] == [False]
-    script = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
+    script = role.setup("--print-sql").stdout
     assert script.index("drop index concurrently") < script.index("create index concurrently")
-    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    done = role.steps()
     assert done["index of pending entries"] == "made"
     (index,) = db.rows(INDEX)
     assert index[0] and "UNIQUE" not in index[1]
@@ -347,27 +371,23 @@ def one_sentence(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 
 def test_what_setup_cannot_mend_is_said_in_words(desk: Desk, db: Database, role: Role) -> None:
-    nowhere = desk(*role.setup[:1], DATABASE_URL="postgresql://a@127.0.0.1:9/x", code=69)
+    nowhere = desk("setup", DATABASE_URL="postgresql://a@127.0.0.1:9/x", code=69)
     one_sentence(nowhere, "the database is not there")
-    with db.admin() as admin:
-        admin.execute(f'CREATE ROLE "{role.name}" NOLOGIN')
-    one_sentence(
-        desk(*role.setup, DATABASE_URL=role.url, code=69), role.name, "not permitted to log in"
-    )
+    role.make("NOLOGIN")
+    one_sentence(role.setup(code=69), role.name, "not permitted to log in")
     db.execute("DROP TABLE sync_outbox")
-    one_sentence(desk(*role.setup, DATABASE_URL=role.url, code=69), "no table sync_outbox")
+    one_sentence(role.setup(code=69), "no table sync_outbox")
     empty = db.cluster.url("postgres", user="postgres")
     none = desk("setup", "--admin-url", empty, DATABASE_URL=role.url, code=69)
     one_sentence(none, "no table sync_outbox")
-    gone = desk(*role.setup[:2], role.admin_url + "_gone", DATABASE_URL=role.url, code=69)
+    gone = desk("setup", "--admin-url", role.admin_url + "_gone", DATABASE_URL=role.url, code=69)
     one_sentence(gone, "does not exist")
 
 
 def test_a_role_without_the_rights_is_told_how_to_get_them(
     desk: Desk, db: Database, role: Role
 ) -> None:
-    with db.admin() as admin:
-        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
+    role.make()
     before = catalogs(db)
     # The configuration's own role, over TCP: it may not give itself anything.
     refused = desk("setup", DATABASE_URL=role.url, code=78)
@@ -379,10 +399,10 @@ def test_a_role_without_the_rights_is_told_how_to_get_them(
 
 
 def test_a_recordings_directory_that_is_not_there_is_said_at_the_end(
-    desk: Desk, db: Database, role: Role, tmp_path: Path
+    db: Database, role: Role, tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing"
-    done = desk(*role.setup, DATABASE_URL=role.url, SYNC_RECORDINGS_DIR=missing, code=1)
+    done = role.setup(SYNC_RECORDINGS_DIR=missing, code=1)
     assert done.stdout.splitlines()[-1].startswith("failed ") and str(missing) in done.stdout
     assert_plain(done.stdout)
 
@@ -396,7 +416,7 @@ def encoded(db: Database, role: Role, request: pytest.FixtureRequest) -> Iterato
         admin.execute(f"CREATE DATABASE {name} {how}")
     made = Database(db.cluster, name)
     role.url, role.admin_url = (url.replace(db.name, name) for url in (role.url, role.admin_url))
-    role.setup = ("setup", "--admin-url", role.admin_url)
+    role.db = made
     made.execute(SCHEMA.read_text())
     yield made
     made.drop()
@@ -406,8 +426,8 @@ def encoded(db: Database, role: Role, request: pytest.FixtureRequest) -> Iterato
 def test_a_database_without_an_encoding_is_set_up_and_delivers(
     desk: Desk, role: Role, encoded: Database
 ) -> None:
-    assert set(steps(desk(*role.setup, DATABASE_URL=role.url).stdout).values()) == {"made", "there"}
-    assert_all_is_there(desk, encoded, role)
+    assert set(role.steps().values()) == {"made", "there"}
+    role.all_is_there()
     column = "entity_type, entity_id, payload"
     encoded.execute(
         f"INSERT INTO sync_outbox ({column}) VALUES ('schedule', gen_random_uuid(), '{{}}')"
@@ -420,15 +440,11 @@ def test_a_database_without_an_encoding_is_set_up_and_delivers(
 
 @pytest.mark.parametrize("encoded", ["LATIN1"], indirect=True)
 def test_a_database_of_another_encoding_is_left_alone_and_the_way_out_is_said(
-    desk: Desk, role: Role, encoded: Database
+    role: Role, encoded: Database
 ) -> None:
-    before = catalogs(encoded)
-
     for more in ((), ("--print-sql",)):
-        refused = desk(*role.setup, *more, DATABASE_URL=role.url, code=78)
+        refused = role.refused(*more)
         one_sentence(refused, "its encoding is LATIN1, it must be UTF8", "pg_dump", "-E UTF8")
-
-    assert catalogs(encoded) == before
 
 
 # -- who acts -------------------------------------------------------------------------------------
@@ -649,15 +665,14 @@ def test_root_becomes_whom_the_unit_names_whatever_a_state_file_says(box: Box) -
 
 
 def test_the_superuser_s_session_calls_nothing_that_the_backend_made(
-    desk: Desk, db: Database, role: Role
+    db: Database, role: Role
 ) -> None:
     # It fits the arguments better than pg_catalog's own, which takes any.
     db.execute(
         "CREATE FUNCTION public.format(text, name, text) RETURNS text LANGUAGE plpgsql AS $$ "
         "BEGIN RAISE EXCEPTION 'a trap'; END $$"
     )
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.is_set_up()
 
 
 # -- who owns what --------------------------------------------------------------------------------
@@ -717,13 +732,14 @@ class Attacker:
 
 @pytest.fixture
 def attacker(db: Database, role: Role) -> Attacker:
+    """Of a database that was set up."""
+    role.setup()
     return Attacker(db, role)
 
 
 def test_setup_runs_nothing_as_the_superuser_that_the_role_owns(
-    desk: Desk, role: Role, attacker: Attacker
+    role: Role, attacker: Attacker
 ) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
     attacker.runs(
         attacker.trap("serversync.evil()", "int", f"{serversync.SCHEMA_VERSION}"),
         "DROP TABLE serversync.schema_version",
@@ -733,14 +749,11 @@ def test_setup_runs_nothing_as_the_superuser_that_the_role_owns(
         f" WHERE serversync.evil() = {serversync.SCHEMA_VERSION}",
     )
     for more in ([], ["--print-sql"]):
-        desk(*role.setup, *more, DATABASE_URL=role.url)
+        role.setup(*more)
         attacker.got_nothing()
 
 
-def test_a_role_decides_nothing_of_what_others_run(
-    desk: Desk, role: Role, attacker: Attacker
-) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
+def test_a_role_decides_nothing_of_what_others_run(role: Role, attacker: Attacker) -> None:
     enqueue = "serversync_enqueue(text, uuid, jsonb, text)"
     attacker.may_not(
         attacker.trap("public.serversync_wake()"),
@@ -764,7 +777,6 @@ def test_a_role_decides_nothing_of_what_others_run(
 def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
     desk: Desk, agent: AgentFactory, role: Role, attacker: Attacker, db: Database
 ) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
     with db.admin() as admin:  # what the setup of the first edition made
         admin.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
         admin.execute("DROP TABLE serversync_keys")
@@ -783,11 +795,11 @@ def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
     assert "serversync_enqueue" in told["rights"]["text"]
     for name in ("trigger", "rights"):
         assert told[name]["hint"] == "sudo serversync setup"
-    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["NOTIFY trigger"] == "made"
+    assert role.steps()["NOTIFY trigger"] == "made"
     assert {each["status"] for each in checks(desk, role)} == {"ok"}
     assert not db.rows("SELECT FROM pg_proc WHERE proname IN ('wake', 'enqueue')")
     attacker.gets_nothing_from_others()
-    assert_all_is_there(desk, db, role)
+    role.all_is_there()
 
 
 def as_the_first_edition_had_it(db: Database, attacker: Attacker) -> None:
@@ -799,27 +811,25 @@ def as_the_first_edition_had_it(db: Database, attacker: Attacker) -> None:
 
 
 def test_a_routine_of_the_role_s_does_not_keep_the_mend_away(
-    desk: Desk, role: Role, attacker: Attacker, db: Database
+    role: Role, attacker: Attacker, db: Database
 ) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
     as_the_first_edition_had_it(db, attacker)
     attacker.runs(
         "ALTER FUNCTION serversync.wake() RENAME TO evil",
         "CREATE PROCEDURE serversync.wake() LANGUAGE sql AS 'SELECT 1'",
     )
-    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["NOTIFY trigger"] == "made"
+    assert role.steps()["NOTIFY trigger"] == "made"
     attacker.gets_nothing_from_others()
 
 
 def test_a_disabled_trigger_is_left_alone_only_where_its_function_is_the_owner_s(
-    desk: Desk, role: Role, attacker: Attacker, db: Database
+    role: Role, attacker: Attacker, db: Database
 ) -> None:
     """Whoever enables it again does not look at what it runs."""
     state = "SELECT tgfoid::regproc::text, tgenabled FROM pg_trigger WHERE tgname ~ 'serversync'"
-    desk(*role.setup, DATABASE_URL=role.url)
     for made, after in (("there", "D"), ("made", "O")):
         db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
-        done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+        done = role.steps()
         assert done["NOTIFY trigger"] == made
         assert db.rows(state) == [("serversync_wake", after)]
         with db.admin() as admin:
@@ -828,15 +838,13 @@ def test_a_disabled_trigger_is_left_alone_only_where_its_function_is_the_owner_s
             admin.execute(OLD_TRIGGER)
 
 
-def test_the_name_of_the_outbox_s_schema_is_no_command(
-    desk: Desk, role: Role, db: Database
-) -> None:
+def test_the_name_of_the_outbox_s_schema_is_no_command(role: Role, db: Database) -> None:
     """Its owner chooses it, and the superuser's session writes it into functions."""
     schema = "p$$;ALTER ROLE voicebot SUPERUSER;SELECT $$"
     db.execute(f'CREATE SCHEMA "{schema}"')
     db.execute(f'ALTER TABLE sync_outbox SET SCHEMA "{schema}"')
     db.execute(f"ALTER DATABASE {db.name} SET check_function_bodies = off")
-    desk(*role.setup, DATABASE_URL=role.url, code=None)
+    role.setup(code=None)
     with db.admin() as admin:
         query = "SELECT rolsuper FROM pg_roles WHERE rolname = 'voicebot'"
         is_super = admin.execute(query).fetchall()
@@ -847,13 +855,11 @@ def test_the_name_of_the_outbox_s_schema_is_no_command(
 def test_a_function_of_our_name_that_fits_better_is_told_and_not_called_as_the_manual_says(
     desk: Desk, role: Role, attacker: Attacker, db: Database
 ) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
-    with db.admin() as admin:
-        admin.execute(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+    role.superuser(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
     # Untyped literals are text before anything else.
     better = "serversync_enqueue(text,text,text,text)"
     attacker.runs(attacker.trap(f"public.{better}", "bigint", "7"))
-    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["enqueue"] == "there"
+    assert role.steps()["enqueue"] == "there"
     told = next(each for each in checks(desk, role) if each["name"] == "rights")
     assert told["status"] == "warning" and f"{better} of role {role.name}" in told["text"]
     assert "text, text, text, text" in db.paste(told["hint"])
@@ -874,9 +880,10 @@ def test_names_of_any_characters_are_names_wherever_they_are_written(
     frontend: Frontend, tmp_path: Path, cluster: Cluster, odd_name: str
 ) -> None:
     odd = Database(cluster, cluster.create(name=odd_name))
-    role, backend = Role(odd), Backend(odd, tmp_path / "backend")
+    backend = Backend(odd, tmp_path / "backend")
+    role = Role(odd, Desk(AgentFactory(odd, frontend, backend)))
     env = agent_env(odd, frontend, backend, DATABASE_URL=role.url, SYNC_FILE_GRACE_SEC=0)
-    assert odd_name in role.name and run_once(env, args=role.setup).returncode == 0
+    assert odd_name in role.name and role.setup()
     name, well = psycopg.sql.Identifier(odd_name), odd_name == ODD  # hints are of one line
     with odd.admin() as admin:
         for text in (
@@ -889,14 +896,13 @@ def test_names_of_any_characters_are_names_wherever_they_are_written(
             "CREATE SCHEMA archive CREATE TABLE sync_outbox (id int)",
         ):
             admin.execute(psycopg.sql.SQL(text).format(name))
-        refused = run_once(env, args=role.setup)
-        assert refused.returncode == 78 and "which is the backend's" in refused.stderr
+        refused = role.setup(code=78)
+        assert "which is the backend's" in refused.stderr
         for line in refused.stderr.splitlines()[1:]:
             odd.paste(line.removeprefix("serversync: "), well)
         admin.execute("DROP SCHEMA archive CASCADE")
     odd.close()
-    done = run_once(env, args=role.setup)
-    assert done.returncode == 0, done.stderr
+    role.setup()
     odd.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
     call = backend.end_call()
     shutil.rmtree(call.directory)
@@ -905,7 +911,7 @@ def test_names_of_any_characters_are_names_wherever_they_are_written(
     hints = {each["name"]: each["hint"] for each in found if "psql" in each["hint"]}
     assert set(hints) == {"trigger"}
     odd.paste(hints["trigger"], well)
-    assert set(steps(run_once(env, args=role.setup).stdout).values()) == {"there"}
+    assert set(role.steps().values()) == {"there"}
     assert run_once(env).returncode == 75  # the recording waits for its file
     assert int(seq) in frontend.seqs()
     enabled = odd.value("SELECT tgenabled FROM pg_trigger WHERE tgname ~ 'serversync'")
@@ -914,12 +920,12 @@ def test_names_of_any_characters_are_names_wherever_they_are_written(
 
 
 def test_a_name_that_a_terminal_would_obey_is_not_printed_as_it_is(
-    desk: Desk, db: Database, role: Role
+    db: Database, role: Role
 ) -> None:
     db.execute('CREATE SCHEMA "a\x1b[2J\x9b31m\u202eb"; ALTER TABLE sync_outbox'
                ' SET SCHEMA "a\x1b[2J\x9b31m\u202eb"')  # fmt: skip
     # Desk looks at every character.
-    printed = desk(*role.setup, "--print-sql", DATABASE_URL=role.url).stdout
+    printed = role.setup("--print-sql").stdout
     assert '"a [2J 31m b".sync_outbox' in printed
 
 
@@ -927,7 +933,6 @@ def test_a_line_of_doctor_s_runs_nothing_of_the_role_s_but_as_the_role(
     desk: Desk, backend: Backend, role: Role, attacker: Attacker, db: Database
 ) -> None:
     """It may put what it likes before the tables and functions that its own sessions find."""
-    desk(*role.setup, DATABASE_URL=role.url)
     shutil.rmtree(backend.end_call().directory)
     speaks = f'1"; touch pwned; $(touch pwned); ALTER ROLE "{role.name}" SUPERUSER; --\n'
     text = psycopg.sql.Literal(speaks).as_string(None)
@@ -971,14 +976,14 @@ def checks(desk: Desk, role: Role) -> list[dict[str, str]]:
 
 
 def test_what_others_put_beside_the_outbox_under_our_names_is_not_used(
-    desk: Desk, role: Role, attacker: Attacker, db: Database
+    role: Role, attacker: Attacker, db: Database
 ) -> None:
     """Up to PostgreSQL 14 everybody may make something in the schema public."""
-    desk(*role.setup, DATABASE_URL=role.url)
-    with db.admin() as admin:
-        admin.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
-        admin.execute("DROP TABLE serversync_keys")
-        admin.execute(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+    role.superuser(
+        "DROP FUNCTION serversync_wake, serversync_enqueue CASCADE",
+        "DROP TABLE serversync_keys",
+        f'GRANT CREATE ON SCHEMA public TO "{role.name}"',
+    )
     name = "public.serversync_enqueue(entity_type text, entity_id uuid, payload jsonb, "
     attacker.runs(
         attacker.trap("public.serversync_wake()"),
@@ -989,7 +994,7 @@ def test_what_others_put_beside_the_outbox_under_our_names_is_not_used(
         "CREATE TRIGGER evil BEFORE INSERT ON public.serversync_keys"
         " FOR EACH ROW EXECUTE FUNCTION serversync.evil()",
     )
-    desk(*role.setup, DATABASE_URL=role.url)
+    role.setup()
     attacker.gets_nothing_from_others()
     attacker.may_not(attacker.trap("public.serversync_wake()"))
 
@@ -1019,43 +1024,37 @@ FOREIGN = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_what_others_made_under_our_names_and_cannot_be_replaced_is_named_and_nothing_is_done(
-    desk: Desk, role: Role, attacker: Attacker, db: Database, kind: str
+    role: Role, attacker: Attacker, db: Database, kind: str
 ) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
-    with db.admin() as admin:
-        admin.execute("DROP FUNCTION serversync_wake, serversync_enqueue CASCADE")
-        admin.execute("DROP TABLE serversync_keys")
-        if "index" in kind:
-            admin.execute("DROP INDEX sync_outbox_serversync_pending")
-        admin.execute(f'REVOKE ALL ON recordings FROM "{role.name}"')  # would be granted again
-        admin.execute(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+    role.superuser(
+        "DROP FUNCTION serversync_wake, serversync_enqueue CASCADE",
+        "DROP TABLE serversync_keys",
+        "DROP INDEX sync_outbox_serversync_pending" if "index" in kind else "",
+        f'REVOKE ALL ON recordings FROM "{role.name}"',  # would be granted again
+        f'GRANT CREATE ON SCHEMA public TO "{role.name}"',
+    )
     attacker.runs(*FOREIGN[kind])
-    before = catalogs(db)
-    refused = desk(*role.setup, DATABASE_URL=role.url, code=78)
-    assert catalogs(db) == before and refused.stdout == ""
+    refused = role.refused()
     (name,) = set(re.findall(r"(?:public\.| )(serversync_\w+|sync_outbox_\w+)", FOREIGN[kind][-1])
                   or ["serversync_keys"])  # fmt: skip
     one_sentence(refused, name, f"of role {role.name}", "rename or drop")
-    with db.admin() as admin:
-        admin.execute(f'DROP OWNED BY "{role.name}" CASCADE')
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.superuser(f'DROP OWNED BY "{role.name}" CASCADE')
+    role.is_set_up()
 
 
 def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended_by_the_line(
-    desk: Desk, role: Role, attacker: Attacker, db: Database
+    role: Role, attacker: Attacker, db: Database
 ) -> None:
-    desk(*role.setup, DATABASE_URL=role.url)
     as_the_first_edition_had_it(db, attacker)
     # What keeps the superuser's session waiting, then the role's own.
     for statement in ("SELECT FROM sync_outbox LIMIT 0", "LOCK TABLE serversync.sender"):
         with contextlib.closing(psycopg.connect(role.url)) as session:
             session.execute(statement)
-            refused = desk(*role.setup, DATABASE_URL=role.url, code=69)
+            refused = role.setup(code=69)
             pid = session.info.backend_pid
             one_sentence(refused, f"pid {pid} (role {role.name}, idle in transaction)")
             db.paste(refused.stderr.strip().partition("or end it: ")[2])
-            desk(*role.setup, DATABASE_URL=role.url)
+            role.setup()
     with db.admin() as admin, contextlib.ExitStack() as stack:
         admin.execute("DROP FUNCTION serversync_wake CASCADE")
         attacker.runs(attacker.trap("serversync.wake()"))
@@ -1063,30 +1062,20 @@ def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended
         for _ in range(12):  # the line is whole however many there are
             session = stack.enter_context(contextlib.closing(psycopg.connect(role.url)))
             session.execute("SELECT FROM sync_outbox LIMIT 0")
-        refused = desk(*role.setup, DATABASE_URL=role.url, code=69)
+        refused = role.setup(code=69)
         one_sentence(refused, " and 9 more holds it")
         db.paste(refused.stderr.strip().partition("or end it: ")[2])
-        desk(*role.setup, DATABASE_URL=role.url)
+        role.setup()
     attacker.gets_nothing_from_others()
     with contextlib.closing(psycopg.connect(role.url, autocommit=True)) as session:
         session.execute("SELECT pg_advisory_lock(%s)", (serversync.LOCK_KEY,))
         session.execute("DROP SCHEMA serversync CASCADE")
-        refused = desk(*role.setup, DATABASE_URL=role.url, code=69)
+        refused = role.setup(code=69)
         assert f"pid {session.info.backend_pid} of the database holds the lock" in refused.stderr
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.is_set_up()
 
 
 # -- whose outbox ---------------------------------------------------------------------------------
-
-
-def move_backend(db: Database, schema: str) -> None:
-    with db.admin() as admin:
-        admin.execute(f"CREATE SCHEMA {schema} AUTHORIZATION voicebot")
-        for table in ("sync_outbox", "recordings", "system_settings"):
-            admin.execute(f"ALTER TABLE {table} SET SCHEMA {schema}")
-        admin.execute(f"ALTER ROLE voicebot IN DATABASE {db.name} SET search_path = {schema}")
-    db.close()
 
 
 @pytest.mark.parametrize(
@@ -1099,38 +1088,35 @@ def move_backend(db: Database, schema: str) -> None:
     ids=["another database", "another schema", "another setting"],
 )
 def test_a_setting_of_something_else_is_not_taken_for_the_search_path(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
     setting: str,
 ) -> None:  # fmt: skip
     move_backend(db, "voice")
-    with db.admin() as admin:
-        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
-        admin.execute(setting.format(role=role.name, db=db.name))
-    done = steps(desk(*role.setup, DATABASE_URL=role.url).stdout)
+    role.make()
+    role.superuser(
+        setting.format(role=role.name, db=db.name),
+    )
+    done = role.steps()
     assert done["search_path"] == "made"
     seq = backend.enqueue()
     assert agent.once(DATABASE_URL=role.url).returncode == 0
     assert frontend.seqs() == [seq]
 
 
-def test_a_setting_that_hides_the_outbox_of_public_is_mended(
-    desk: Desk, db: Database, role: Role
-) -> None:
-    with db.admin() as admin:
-        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
-        admin.execute(f'ALTER ROLE "{role.name}" SET search_path = archive')
-    assert steps(desk(*role.setup, DATABASE_URL=role.url).stdout)["search_path"] == "made"
-    assert_all_is_there(desk, db, role)
+def test_a_setting_that_hides_the_outbox_of_public_is_mended(db: Database, role: Role) -> None:
+    role.make()
+    role.superuser(
+        f'ALTER ROLE "{role.name}" SET search_path = archive',
+    )
+    assert role.steps()["search_path"] == "made"
+    role.all_is_there()
 
 
-def test_a_temporary_copy_of_the_outbox_is_not_the_backend_s(
-    desk: Desk, db: Database, role: Role
-) -> None:
+def test_a_temporary_copy_of_the_outbox_is_not_the_backend_s(db: Database, role: Role) -> None:
     move_backend(db, "voice")
     with db.connect() as other:
         other.execute("CREATE TEMP TABLE sync_outbox (LIKE voice.sync_outbox INCLUDING ALL)")
-        desk(*role.setup, DATABASE_URL=role.url)
-        assert_all_is_there(desk, db, role)
+        role.is_set_up()
     assert db.rows(
         "SELECT schemaname FROM pg_indexes WHERE indexname LIKE 'sync_outbox_serv%'"
     ) == [("voice",)]
@@ -1138,7 +1124,7 @@ def test_a_temporary_copy_of_the_outbox_is_not_the_backend_s(
 
 @pytest.mark.parametrize("schema", ["voice", "public"])
 def test_of_two_outboxes_the_role_must_be_told_which(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
     schema: str,
 ) -> None:  # fmt: skip
     if schema != "public":
@@ -1146,15 +1132,12 @@ def test_of_two_outboxes_the_role_must_be_told_which(
     with db.admin() as admin:
         admin.execute("CREATE SCHEMA archive AUTHORIZATION voicebot")
         admin.execute(f"CREATE TABLE archive.sync_outbox (LIKE {schema}.sync_outbox)")
-        before = catalogs(db)
-        refused = desk(*role.setup, DATABASE_URL=role.url, code=78)
-        assert catalogs(db) == before
+        refused = role.refused()
         assert_plain(refused.stderr)
         assert f"archive.sync_outbox, {schema}.sync_outbox" in refused.stderr
         (line,) = [each for each in refused.stderr.splitlines() if each.endswith(f' "{schema}"\'')]
     db.paste(line.removeprefix("serversync: "))
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.is_set_up()
     seq = backend.enqueue()
     assert agent.once(DATABASE_URL=role.url).returncode == 0
     assert frontend.seqs() == [seq]
@@ -1162,43 +1145,40 @@ def test_of_two_outboxes_the_role_must_be_told_which(
 
 @pytest.mark.parametrize("schema", ["voice", "public"])
 def test_a_table_of_the_role_s_own_is_not_taken_for_the_backend_s_beside_another(
-    desk: Desk, db: Database, role: Role, attacker: Attacker, schema: str
+    db: Database, role: Role, schema: str
 ) -> None:
     """Its search_path is its own, too; up to PostgreSQL 14 it may make tables in public."""
     if schema != "public":
         move_backend(db, schema)
     other = "public" if schema == "voice" else "archive"
-    with db.admin() as admin:
-        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
-        admin.execute("CREATE SCHEMA archive")
-        admin.execute(f'GRANT CREATE, USAGE ON SCHEMA public, archive TO "{role.name}"')
-    attacker.runs(
+    role.make()
+    role.superuser(
+        "CREATE SCHEMA archive",
+        f'GRANT CREATE, USAGE ON SCHEMA public, archive TO "{role.name}"',
+    )
+    Attacker(db, role).runs(
         f"CREATE TABLE {other}.sync_outbox (id bigint, processed_at timestamptz)",
         f'ALTER ROLE "{role.name}" IN DATABASE {db.name} SET search_path = {other}',
     )
-    before = catalogs(db)
-    refused = desk(*role.setup, DATABASE_URL=role.url, code=78).stderr
-    assert catalogs(db) == before
+    refused = role.refused().stderr
     assert f"{other}.sync_outbox" in refused and f"{schema}.sync_outbox" in refused
     (_, line) = refused.splitlines()  # its own is not offered
     db.paste(line.removeprefix("serversync: "))
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
+    role.is_set_up()
     hung_on = "SELECT relnamespace::regnamespace::text FROM pg_trigger JOIN pg_class c"
     assert db.value(f"{hung_on} ON c.oid = tgrelid WHERE tgname ~ 'serversync'") == schema
 
 
 def test_an_outbox_of_the_role_s_own_is_the_backend_s_where_there_is_no_other(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role
+    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role
 ) -> None:
-    with db.admin() as admin:
-        admin.execute(f'CREATE ROLE "{role.name}" LOGIN')
-        for table in ("sync_outbox", "recordings", "system_settings"):
-            admin.execute(f'ALTER TABLE {table} OWNER TO "{role.name}"')
-    desk(*role.setup, DATABASE_URL=role.url)
-    assert_all_is_there(desk, db, role)
-    with db.admin() as admin:
-        admin.execute("INSERT INTO sync_outbox (entity_type, entity_id, payload)"
-                      " VALUES ('x', gen_random_uuid(), '{}')")  # fmt: skip
+    role.make()
+    for table in ("sync_outbox", "recordings", "system_settings"):
+        role.superuser(f'ALTER TABLE {table} OWNER TO "{role.name}"')
+    role.is_set_up()
+    role.superuser(
+        "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
+        " VALUES ('x', gen_random_uuid(), '{}')"
+    )
     assert agent.once(DATABASE_URL=role.url).returncode == 0
     assert frontend.seqs() == [1]
