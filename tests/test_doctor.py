@@ -213,16 +213,6 @@ def test_a_check_that_breaks_does_not_end_the_others(
     report.expect("trigger", "ok")
 
 
-def test_what_setup_cannot_mend_is_not_sent_to_setup(
-    examine: Examine, settled: Call, db: Database
-) -> None:
-    db.execute("ALTER TABLE serversync.uploads RENAME COLUMN error TO was_error")
-
-    check = examine().expect("deletions", "failed", "cannot be checked")
-
-    assert "setup" not in check.hint and "journalctl" in check.hint
-
-
 MANY_ROWS = """
     WITH pending AS (
         INSERT INTO sync_outbox (entity_type, entity_id, payload)
@@ -405,6 +395,13 @@ BROKEN: list[Broken] = [
      "database", "failed", "it is read-only", "sudo -u postgres psql .*reset default_transaction"),
     ("schema dropped", lambda b: b.sql("DROP SCHEMA serversync CASCADE"),
      "schema", "failed", "version 0", "sudo serversync setup"),
+    ("schema of a newer program",
+     lambda b: b.sql("INSERT INTO serversync.schema_version VALUES (99)"),
+     "schema", "failed", "99", "apt"),
+    ("what setup cannot mend",
+     lambda b: b.sql("ALTER TABLE serversync.uploads RENAME COLUMN error TO was_error"),
+     "deletions", "failed", "cannot be checked", "^(?!.*setup).*journalctl"),
+    ("no outbox", lambda b: b.sql("DROP TABLE sync_outbox"), "rights", "failed", "sync_outbox", ""),
     ("trigger dropped", lambda b: b.sql("DROP TRIGGER serversync_wake ON sync_outbox"),
      "trigger", "warning", "not there", "sudo serversync setup"),
     ("trigger disabled", lambda b: b.sql("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake"),
@@ -557,12 +554,6 @@ def test_a_silent_database_fails_within_a_limit(
     report.expect("frontend", "ok")
 
 
-def test_a_database_without_an_outbox_fails(examine: Examine, db: Database) -> None:
-    db.execute("DROP TABLE sync_outbox")
-
-    examine().expect("rights", "failed", "sync_outbox")
-
-
 def mend(agent: AgentFactory, check: Check, db: Database) -> None:
     """What setup does is done by the superuser."""
     if check.hint == "sudo serversync setup":
@@ -627,12 +618,6 @@ def test_no_schema_fails_and_what_needs_it_is_skipped(examine: Examine) -> None:
     assert report.expect("schema", "failed").hint == "sudo serversync setup"
     for name in ("recordings", "orphans", "deletions"):
         report.expect(name, "skipped", "schema")
-
-
-def test_a_schema_of_a_newer_program_fails(examine: Examine, settled: Call, db: Database) -> None:
-    db.execute("INSERT INTO serversync.schema_version VALUES (99)")
-
-    assert "apt" in examine().expect("schema", "failed", "99").hint
 
 
 def test_an_agent_that_lost_its_connection_does_not_listen(
