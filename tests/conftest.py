@@ -15,7 +15,7 @@ import agent as agent_module
 from agent import AgentFactory, NotifySocket
 from backend import Backend
 from chance import TIMES
-from desk import Typist
+from desk import Desk, Typist
 from frontend import Frontend
 from pg import Cluster, Database
 from pi import Pi
@@ -70,6 +70,17 @@ def agent(db: Database, frontend: Frontend, backend: Backend) -> Iterator[AgentF
 @pytest.fixture
 def pi(agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database) -> Pi:
     return Pi(agent, backend, frontend, db)
+
+
+@pytest.fixture
+def schema(agent: AgentFactory) -> None:
+    """The agent has been here once."""
+    assert agent.once().returncode == 0
+
+
+@pytest.fixture
+def desk(agent: AgentFactory) -> Desk:
+    return Desk(agent)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The admin interface: real processes, real sockets, dead letters that a frontend made."""
 
-import asyncio
 import base64
 import contextlib
 import hashlib
@@ -48,6 +47,7 @@ WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
     " AND wait_event_type = 'Lock' AND query LIKE '%dead_letters%'"
 )
+USE_UP = "UPDATE serversync.dead_letters SET status = 'DEAD', retry_count = 3 WHERE id = %s"
 REJECTED = Reply(400, body={"error": "this is not wanted"})
 TOKEN = "a-long-token-of-the-administrators"
 Hurry = Callable[..., None]
@@ -58,7 +58,7 @@ READS = ("/", "/healthz", "/readyz", "/metrics", "/api/v1/status", "/api/v1/hist
 def standing(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Agent, Web, Database]]:
-    """One process for what needs no data of its own; its database knows no dead letters."""
+    """One process for what needs no agent and no frontend."""
     database = Database(cluster)
     backend = Backend(database, tmp_path_factory.mktemp("standing"))
     env = agent_env(database, None, backend, FRONTEND_BASE_URL="http://127.0.0.1:9")
@@ -71,11 +71,18 @@ def standing(
 @pytest.fixture
 def web(standing: tuple[Agent, Web, Database]) -> Iterator[Web]:
     """A client of the standing process, which no test may harm."""
-    process, client, _ = standing
+    process, client, database = standing
     before = len(process.log())
     yield client
     assert client.ask("/healthz").status == 200, process.log()
     assert "Traceback" not in process.log()[before:]
+    database.execute("DELETE FROM serversync.dead_letters; DELETE FROM sync_outbox")
+
+
+@pytest.fixture
+def store(standing: tuple[Agent, Web, Database], web: Web) -> Database:
+    """The standing process's database: no dead letters, and no entries."""
+    return standing[2]
 
 
 @pytest.fixture
@@ -212,11 +219,8 @@ def test_page_may_run_its_own_style_and_script_and_nothing_else(web: Web) -> Non
     }
 
 
-def test_pages_are_newest_first_and_end_where_they_should(
-    standing: tuple[Agent, Web, Database],
-) -> None:
-    _, web, db = standing
-    db.execute(PAGES)
+def test_pages_are_newest_first_and_end_where_they_should(web: Web, store: Database) -> None:
+    store.execute(PAGES)
     seen = []
     for page in (1, 2, 3, 4):
         got = web.ask(f"/api/v1/dlq/schedule?page={page}&page_size=20").json
@@ -228,7 +232,6 @@ def test_pages_are_newest_first_and_end_where_they_should(
     for path in ("schedule?page=1000000000&page_size=100", "other", "%73chedule?page=9&x=&x=2"):
         got = web.ask(f"/api/v1/dlq/{path}")
         assert (got.status, got.json["messages"]) == (200, [])
-    db.execute("DELETE FROM serversync.dead_letters")
 
 
 def test_page_numbers_that_cannot_be_are_refused(web: Web) -> None:
@@ -265,26 +268,14 @@ def test_retry_delivers_and_a_second_one_is_a_conflict(
     assert all("/retry: 409 " in line for line in lines[1:])
 
 
-def test_retry_wakes_the_running_agent(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    (name,) = bury(agent, frontend, backend, [{"n": 1}])
-    agent().wait_sentence("needs you")
-    frontend.poison.clear()
-    _, web = start_admin(agent)
-    assert web.post(f"/api/v1/dlq/messages/{name}/retry").status == 200
-    frontend.wait(lambda: frontend.store, 20, "the retried entry")
-
-
 def test_retry_beyond_the_limit_or_of_what_was_overtaken_is_a_conflict(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
+    web: Web, store: Database
 ) -> None:
-    used_up, overtaken = bury(agent, frontend, backend, [{"n": 1}, {"n": 2}])
-    query = "UPDATE serversync.dead_letters SET status = 'DEAD', retry_count = 3 WHERE id = %s"
-    db.execute(query, (used_up,))
-    query = "SELECT entity_id::text FROM serversync.dead_letters WHERE id = %s"
-    backend.enqueue("schedule", {"n": 3}, db.value(query, (overtaken,)))
-    _, web = start_admin(agent)
+    used_up, overtaken = desk.bury(store, [{"n": 1}, {"n": 2}])
+    store.execute(USE_UP, (used_up,))
+    newer = "INSERT INTO sync_outbox (entity_type, entity_id, payload) SELECT"
+    newer += " 'schedule', entity_id, '{}' FROM serversync.dead_letters WHERE id = %s"
+    store.execute(newer, (overtaken,))
     for name, why in ((used_up, "3 retries"), (overtaken, "newer")):
         got = web.post(f"/api/v1/dlq/messages/{name}/retry")
         assert got.error == (409, "SYS_DLQ_CONFLICT")
@@ -295,8 +286,7 @@ def test_retry_all_puts_back_what_can_be_and_counts_the_rest(
     agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
 ) -> None:
     names = bury(agent, frontend, backend, [{"n": n} for n in range(5)])
-    query = "UPDATE serversync.dead_letters SET status = 'DEAD', retry_count = 3 WHERE id = %s"
-    db.execute(query, (names[1],))
+    db.execute(USE_UP, (names[1],))
     _, web = start_admin(agent)
     assert web.post(f"/api/v1/dlq/messages/{names[0]}/retry").status == 200
     got = web.post("/api/v1/dlq/schedule/retry-all")
@@ -312,11 +302,10 @@ def test_retry_all_puts_back_what_can_be_and_counts_the_rest(
 
 
 def test_retry_all_of_very_many_ends_in_time_and_goes_on_when_it_is_asked_again(
-    agent: AgentFactory, db: Database, hurry: Hurry
+    agent: AgentFactory, schema: None, db: Database, hurry: Hurry
 ) -> None:
     """A browser waits for the answer, and the watchdog for the end of it."""
     hurry(RETRY_ALL_SEC=0)
-    assert agent.once().returncode == 0
     db.execute(desk.BURIED_MANY, {"count": 16_500, "status": "PENDING"})
     _, web = start_admin(agent)
     answers: list[dict[str, Any]] = []
@@ -328,14 +317,10 @@ def test_retry_all_of_very_many_ends_in_time_and_goes_on_when_it_is_asked_again(
     assert "ask again" in answers[0]["message"] and "ask again" not in answers[-1]["message"]
 
 
-def test_topic_with_a_slash_is_shown_and_retried_like_any_other(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    assert agent.once().returncode == 0
+def test_topic_with_a_slash_is_shown_and_retried_like_any_other(web: Web, store: Database) -> None:
     odd, plain = "a/b?c%2F#", "schedule"
     for topic in (odd, plain):
-        desk.bury(db, [{"n": 1}], topic)
-    _, web = start_admin(agent)
+        desk.bury(store, [{"n": 1}], topic)
     topics = [each["topic"] for each in web.ask("/api/v1/dlq").json["topics"]]
     assert topics == [odd, plain]
     path = f"/api/v1/dlq/{quote(odd, safe='')}"
@@ -346,10 +331,10 @@ def test_topic_with_a_slash_is_shown_and_retried_like_any_other(
 
 
 def test_delete_removes_a_letter_once_and_takes_it_out_of_the_queue(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
+    web: Web, store: Database, standing: tuple[Agent, Web, Database]
 ) -> None:
-    gone, under_way = bury(agent, frontend, backend, [{"n": 1}, {"n": 2}])
-    process, web = start_admin(agent)
+    gone, under_way = desk.bury(store, [{"n": 1}, {"n": 2}])
+    before = len(standing[0].lines("DELETE"))
     got = web.delete(f"/api/v1/dlq/messages/{gone}")
     assert got.status == 200
     assert got.json["success"] is True
@@ -360,7 +345,7 @@ def test_delete_removes_a_letter_once_and_takes_it_out_of_the_queue(
     assert web.post(f"/api/v1/dlq/messages/{under_way}/retry").status == 200
     got = web.delete(f"/api/v1/dlq/messages/{under_way}")
     assert "in the queue" in got.json["message"]
-    assert len(process.lines("DELETE")) == 3
+    assert len(standing[0].lines("DELETE")) == before + 3
 
 
 def test_reading_leaves_no_line_in_the_log(standing: tuple[Agent, Web, Database]) -> None:
@@ -387,37 +372,18 @@ def test_stranger_to_our_host_names_is_turned_away_even_when_reading(web: Web) -
     mine, port = socket.gethostname(), 9847
     good = ["localhost", f"LOCALHOST:{port}", "127.0.0.1", f"127.0.0.1:{port}", "[::1]:9847"]
     good += [mine, f"{mine}.local:80"]
-    bad = [
-        "evil.example",
-        f"evil.example:{port}",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-    ]
-    bad += [
-        "",
-        ":",
-        "192.0.2.77",
-        "[::2]",
-        "127.0.0.2",
-        "localhost@evil.example",
-        "a b",
-        "[",
-        "::1",
-    ]
-    bad += ["localhost:x", "localhost,evil.example", "localhost:1:2"]
-    assert {host: web.ask("/healthz", host=host).status for host in good} == dict.fromkeys(
-        good, 200
-    )
-    assert {host: web.ask("/healthz", host=host).status for host in bad} == dict.fromkeys(bad, 421)
+    bad = ["evil.example", f"evil.example:{port}", "localhost.evil.example"]
+    bad += ["127.0.0.1.evil.example", "localhost@evil.example", "localhost,evil.example"]
+    bad += ["", ":", "192.0.2.77", "[::2]", "127.0.0.2", "a b", "[", "::1"]
+    bad += ["localhost:x", "localhost:1:2"]
+    found = {host: web.ask("/healthz", host=host).status for host in good + bad}
+    assert found == dict.fromkeys(good, 200) | dict.fromkeys(bad, 421)
     got = web.ask("/api/v1/dlq/schedule/retry-all", "POST", CHANGING, host="evil.example")
     assert got.status == 421
 
 
-def test_changing_request_needs_the_header_and_our_own_origin(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    (name,) = bury(agent, frontend, backend, [{"n": 1}])
-    _, web = start_admin(agent)
+def test_changing_request_needs_the_header_and_our_own_origin(web: Web, store: Database) -> None:
+    (name,) = desk.bury(store, [{"n": 1}])
     host = "127.0.0.1:9847"  # as through a tunnel
     foreign = [
         {},
@@ -433,7 +399,7 @@ def test_changing_request_needs_the_header_and_our_own_origin(
         for headers in foreign:
             got = web.ask(f"/api/v1/dlq/{path}", method, headers, host=host)
             assert got.error == (403, "SYS_FORBIDDEN"), headers
-    assert db.value("SELECT status FROM serversync.dead_letters") == "PENDING"
+    assert store.value("SELECT status FROM serversync.dead_letters") == "PENDING"
     own = CHANGING | {"Origin": f"http://{host}"}
     assert web.ask(f"/api/v1/dlq/messages/{name}", "DELETE", own, host=host).status == 200
 
@@ -565,12 +531,10 @@ def test_secrets_are_never_shown(
 
 
 def test_no_character_of_an_answer_is_obeyed_by_a_terminal_that_shows_it(
-    agent: AgentFactory, db: Database
+    web: Web, store: Database
 ) -> None:
-    assert agent.once().returncode == 0
     payload = {"text": f"\x1b[2J\x9b31m{desk.BIDI}\u2028日本"}
-    (letter,) = desk.bury(db, [payload])
-    _, web = start_admin(agent)
+    (letter,) = desk.bury(store, [payload])
     answer = web.ask(f"/api/v1/dlq/messages/{letter}")
     assert answer.json["payload"] == payload and "日本" in answer.text
     desk.assert_plain(answer.text)
@@ -708,9 +672,8 @@ def test_bad_configuration_is_answered_and_its_repair_needs_no_restart(agent: Ag
 
 
 def test_without_the_database_status_and_page_answer_and_the_rest_says_why(
-    agent: AgentFactory, db: Database, proxy: Proxy
+    agent: AgentFactory, schema: None, db: Database, proxy: Proxy
 ) -> None:
-    assert agent.once().returncode == 0
     process, web = start_admin(agent, DATABASE_URL=db.url_through(proxy.port))
     assert web.ask("/api/v1/dlq").status == 200
     proxy.refuse()
@@ -735,9 +698,8 @@ def test_without_the_database_status_and_page_answer_and_the_rest_says_why(
 
 @pytest.mark.slow
 def test_database_that_falls_silent_keeps_a_worker_for_seconds_only(
-    agent: AgentFactory, db: Database, proxy: Proxy
+    agent: AgentFactory, schema: None, db: Database, proxy: Proxy
 ) -> None:
-    assert agent.once().returncode == 0
     _, web = start_admin(agent, DATABASE_URL=db.url_through(proxy.port))
     with ThreadPoolExecutor(4) as pool, db.connect(autocommit=False) as blocker:
         blocker.execute("LOCK TABLE serversync.dead_letters")
@@ -785,8 +747,9 @@ def test_ready_follows_the_agent_and_the_frontend(
     assert got.status == 503 and "the agent is not running" in got.json["reasons"][0]
 
 
-def test_error_of_our_own_shows_no_details_and_is_logged(agent: AgentFactory, db: Database) -> None:
-    assert agent.once().returncode == 0
+def test_error_of_our_own_shows_no_details_and_is_logged(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
     process, web = start_admin(agent)
     db.execute("ALTER TABLE serversync.dead_letters RENAME COLUMN status TO was_status")
     got = web.ask("/api/v1/dlq")
@@ -809,26 +772,20 @@ def many_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("many_files")
 def test_thousand_parallel_requests_are_all_answered_by_a_few_threads(
-    agent: AgentFactory, db: Database
+    agent: AgentFactory, schema: None, db: Database
 ) -> None:
-    assert agent.once().returncode == 0
     process, web = start_admin(agent)
     assert web.ask("/api/v1/dlq").status == 200
     before = process.rss_peak_kib()
     paths = ["/healthz"] * 9 + ["/api/v1/dlq"]
-
-    async def ask(path: str) -> bytes:
-        reader, writer = await asyncio.open_unix_connection(web.address)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        answer = await reader.read()
-        writer.close()
-        return answer.partition(b"\r\n")[0]
-
-    async def ask_all() -> list[bytes]:
-        return await asyncio.gather(*(ask(paths[n % 10]) for n in range(1000)))
-
-    lines = asyncio.run(asyncio.wait_for(ask_all(), 200))
-    assert lines == [b"HTTP/1.1 200 OK"] * 1000
+    with contextlib.ExitStack() as stack:
+        asked = []
+        for number in range(1000):
+            connection = stack.enter_context(web.connect())
+            head = f"GET {paths[number % 10]} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            connection.sendall(head.encode())
+            asked.append(connection)
+        assert [read_answer(connection).status for connection in asked] == [200] * 1000
     threads = Path(f"/proc/{process.pid}/task")
     # The last requests' timers (see Desk) end a moment after their answers.
     wait_until(lambda: len(list(threads.iterdir())) <= 5, what="the main thread and four workers")
@@ -867,11 +824,11 @@ def test_slow_requests_end_in_time_and_the_agent_does_not_notice(
 
 
 def test_hundreds_of_slow_clients_hold_up_nobody(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, tmp_path: Path
+    agent: AgentFactory, schema: None, db: Database, tmp_path: Path
 ) -> None:
     """Whether they do not end their request, or do not read their answer. (One after the other,
     with four workers, would take longer than our patience.)"""
-    (name,) = bury(agent, frontend, backend, [{"text": "x" * 1_000_000}])
+    (name,) = desk.bury(db, [{"text": "x" * 1_000_000}])
     process, web = start_admin(agent, str(tmp_path / "admin.sock"))
     head = f"GET /api/v1/dlq/messages/{name} HTTP/1.1\r\nHost: localhost\r\n".encode()
     with contextlib.ExitStack() as stack:
@@ -884,10 +841,10 @@ def test_hundreds_of_slow_clients_hold_up_nobody(
 
 
 def test_client_that_does_not_read_keeps_its_worker_for_seconds_only(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, hurry: Hurry, tmp_path: Path
+    agent: AgentFactory, schema: None, db: Database, hurry: Hurry, tmp_path: Path
 ) -> None:
     hurry(ANSWER_SEC=1)
-    (name,) = bury(agent, frontend, backend, [{"text": "x" * 1_000_000}])
+    (name,) = desk.bury(db, [{"text": "x" * 1_000_000}])
     process, web = start_admin(agent, str(tmp_path / "admin.sock"))
     path = f"/api/v1/dlq/messages/{name}"
     assert len(web.ask(path).json["payload"]["text"]) == 1_000_000
@@ -905,9 +862,8 @@ def test_client_that_does_not_read_keeps_its_worker_for_seconds_only(
 
 @pytest.mark.usefixtures("many_files")
 def test_hundreds_that_read_no_page_take_the_memory_of_a_few_and_hold_up_nobody(
-    agent: AgentFactory, db: Database
+    agent: AgentFactory, schema: None, db: Database
 ) -> None:
-    assert agent.once().returncode == 0
     desk.bury(db, [{"text": "x" * 4000}] * 100)
     process, web = start_admin(agent)
     path = "/api/v1/dlq/schedule?page_size=100"
@@ -1005,9 +961,8 @@ def test_hundreds_of_requests_around_the_idle_limit_are_all_answered(agent: Agen
 
 
 def test_stop_finishes_the_requests_at_hand(
-    agent: AgentFactory, db: Database, notify: NotifySocket
+    agent: AgentFactory, schema: None, db: Database, notify: NotifySocket
 ) -> None:
-    assert agent.once().returncode == 0
     process, web = start_admin(agent, notify=notify)
     notify.wait_for("READY=1")
     with ThreadPoolExecutor(2) as pool, db.connect(autocommit=False) as blocker:

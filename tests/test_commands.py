@@ -28,12 +28,6 @@ NO_SERVER = "postgresql:///x?host=/nonexistent"
 FULL = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
 
 
-@pytest.fixture
-def schema(agent: AgentFactory) -> None:
-    """The agent has been here once."""
-    assert agent.once().returncode == 0
-
-
 # -- how it ends ----------------------------------------------------------------------------------
 
 

@@ -266,49 +266,33 @@ def test_a_disk_without_room_for_the_text_is_an_error_that_the_caller_sees(
 # -- who is there ---------------------------------------------------------------------------------
 
 
-def test_an_agent_that_ends_is_no_longer_up_and_its_outages_are_no_longer_known(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
+NO_OUTAGE = {"entries": 0, "files": 0}
+
+
+def test_an_agent_is_up_while_its_state_file_says_so_and_only_who_sends_speaks_of_outages(
+    agent: AgentFactory, numbers: Numbers
 ) -> None:
     running = agent()
     running.wait_sentence("all delivered")
+    standby = agent()
+    standby.wait_sentence("standby")
+    of_outages = {"serversync_outage", "serversync_outage_seconds"}
+    told = {*of_outages, "outbox_inflight", "serversync_listener_connected"}
+
     seen = numbers.scrape(running)
     assert seen("serversync_up") == seen("serversync_listener_connected") == 1
     assert seen("outbox_inflight") == 0
-    assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
-    assert seen.series("serversync_outage_seconds") == {"entries": 0, "files": 0}
+    assert seen.series("serversync_outage") == NO_OUTAGE
+    assert seen.series("serversync_outage_seconds") == NO_OUTAGE
+    seen = numbers.scrape(standby)
+    assert seen("serversync_up") == 1 and not seen.names & of_outages
+    elsewhere = numbers.scrape()  # another host, or another /run: only the database knows of it
+    assert elsewhere("serversync_up") == 0 and not elsewhere.names & told
 
+    standby.kill()
     running.kill()
-
-    seen = numbers.scrape(running)
-    assert seen("serversync_up") == 0
-    unknown = {"outbox_inflight", "serversync_listener_connected", "serversync_outage"}
-    assert not seen.names & {*unknown, "serversync_outage_seconds"}
-
-
-def test_an_agent_that_only_the_database_knows_is_not_up_here(
-    db: Database, agent: AgentFactory, numbers: Numbers
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-
-    seen = numbers.scrape()  # another host, or another /run
-
-    assert seen("serversync_up") == 0
-    assert not seen.names & {"serversync_outage", "serversync_outage_seconds", "outbox_inflight"}
-
-
-def test_a_standby_is_up_and_does_not_speak_of_outages(
-    db: Database, agent: AgentFactory, numbers: Numbers
-) -> None:
-    first = agent()
-    first.wait_sentence("all delivered")
-    second = agent()
-    second.wait_sentence("standby")
-
-    seen = numbers.scrape(second)
-
-    assert seen("serversync_up") == 1
-    assert "serversync_outage" not in seen.names
+    ended = numbers.scrape(running)
+    assert ended("serversync_up") == 0 and not ended.names & told
 
 
 def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
@@ -338,8 +322,8 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     running.wait_sentence("last: 1 entry")
 
     seen = numbers.scrape(running)
-    assert seen.series("serversync_outage") == {"entries": 0, "files": 0}
-    assert seen.series("serversync_outage_seconds") == {"entries": 0, "files": 0}
+    assert seen.series("serversync_outage") == NO_OUTAGE
+    assert seen.series("serversync_outage_seconds") == NO_OUTAGE
 
 
 def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
@@ -587,9 +571,6 @@ def test_an_age_without_end_does_not_hide_the_rest(
     assert seen("serversync_pending_entries") == 2
     assert seen("serversync_database_up") == 1
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
-
-
-# -- what went out once more ----------------------------------------------------------------------
 
 
 def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(

@@ -29,17 +29,6 @@ NOTHING = {
 MIB = 1 << 20
 
 
-@pytest.fixture
-def desk(agent: AgentFactory) -> Desk:
-    return Desk(agent)
-
-
-@pytest.fixture
-def schema(agent: AgentFactory) -> None:
-    """The agent has been here once."""
-    assert agent.once().returncode == 0
-
-
 # -- replay: what is picked -----------------------------------------------------------------------
 
 
@@ -228,8 +217,7 @@ def test_what_may_have_been_overtaken_by_a_row_that_was_pruned_is_left_out(
 def test_an_agent_is_woken_and_sends_the_entries_of_a_call_in_their_order(
     desk: Desk, calls: list[Call], agent: AgentFactory, frontend: Frontend
 ) -> None:
-    running = agent(SYNC_POLL_INTERVAL_SEC=3600, SYNC_BATCH_SIZE=2)
-    running.wait_sentence("all delivered")
+    agent(SYNC_POLL_INTERVAL_SEC=3600, SYNC_BATCH_SIZE=2).wait_sentence("all delivered")
     before = len(frontend.seqs())
     desk("replay", "--call", calls[2].call_id, "--yes")
     frontend.wait(lambda: len(frontend.seqs()) == before + 3, what="the call, once more")
@@ -496,20 +484,18 @@ def test_a_payload_beyond_what_the_agent_sends_is_refused(
     assert not db.pending()
 
 
-@pytest.mark.parametrize("command", ["replay", "prune", "enqueue"])
+@pytest.mark.parametrize(
+    "line",
+    ["replay --seq 1-", "prune --yes", f"enqueue schedule {ENTITY}", "dlq list"],
+    ids=["replay", "prune", "enqueue", "dlq"],
+)
 def test_without_a_database_or_its_schema_the_missing_one_is_named(
-    desk: Desk, agent: AgentFactory, db: Database, command: str
+    typist: Typist, line: str
 ) -> None:
-    args = {
-        "replay": ["replay", "--seq", "1-"],
-        "prune": ["prune", "--yes"],
-        "enqueue": ["enqueue", "schedule", ENTITY],
-    }[command]
     nowhere: Any = {"DATABASE_URL": "postgresql://127.0.0.1:9/x"}
-    run = agent.once
     for settings, words in (({}, "sudo serversync setup"), (nowhere, "database is not there")):
-        done = run(*args, **settings)
-        assert done.returncode == 69 and words in done.stderr and "Traceback" not in done.stderr
+        told = typist(*line.split(), code=69, **settings).stderr
+        assert words in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,6 @@ SHAPE = {
 }
 
 
-@pytest.fixture
-def desk(agent: AgentFactory) -> Desk:
-    return Desk(agent)
-
-
 def beside(running: Agent) -> dict[str, Any]:
     """The settings of a command that finds this agent's state file."""
     return {"RUNTIME_DIRECTORY": running.runtime_dir}
