@@ -7088,14 +7088,9 @@ def outbox_schema(conn: psycopg.Connection[Any], role: str) -> tuple[str, bool]:
     return schema, named or usual
 
 
-# Sessions that hold a table of ours, and not only for a moment (when their transactions began is
-# not shown to everybody); then what stands beside the outbox under a name of ours.
-HOLDING: Final = """
-select distinct pid, usename::text, state from pg_locks join pg_stat_activity a using (pid)
-where granted and datname = current_database() and pid <> pg_backend_pid()
-  and (xact_start > now() - interval '0.3 s') is not true
-  and relation in (select oid from pg_class
-                   where relnamespace = to_regnamespace('serversync') or relname = 'sync_outbox')
+# Sessions that keep this one waiting; then what stands beside the outbox under a name of ours.
+BLOCKING: Final = """
+select pid, usename::text, state from pg_stat_activity where pid = any (pg_blocking_pids(%s))
 """
 STRANGERS: Final = """
 select pg_describe_object(kind, id, 0), pg_get_userbyid(owner) from (
@@ -7110,25 +7105,38 @@ where owner <> relowner and name in ('serversync_wake', 'serversync_enqueue', 's
 
 
 @contextlib.contextmanager
-def naming_who_blocks(conn: psycopg.Connection[Any], role: str) -> Iterator[None]:
+def naming_who_blocks(pid: int, other: psycopg.Connection[Any], role: str) -> Iterator[None]:
+    """Asked by another session while this one waits: afterwards nobody can tell."""
+    over, found = threading.Event(), list[tuple[int, str, str]]()
+
+    def look() -> None:
+        with contextlib.suppress(psycopg.Error):
+            while not over.wait(0.1):
+                found[:] = other.execute(BLOCKING, (pid,)).fetchall() or found
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
     try:
         yield
     except psycopg.errors.LockNotAvailable as error:
-        found = conn.execute(HOLDING).fetchall()
         held = ", ".join(f"pid {each} (role {whose}, {state})" for each, whose, state in found[:3])
         held += f" and {len(found) - 3} more" if len(found) > 3 else ""
         how = f"{held or 'a transaction in the database'} holds it: try again when that is over"
         if ours := [int(each) for each, whose, _ in found if whose == role][:40]:
-            user = "" if conn.info.user == role else SUPERUSER
+            user = "" if other.info.user == role else SUPERUSER
             sql = f"select pg_catalog.pg_terminate_backend(p) from pg_catalog.unnest(array{ours}) p"
-            end = psql(conn, sql, user=user)
+            end = psql(other, sql, user=user)
             how += f", or end it: {end}" if clean(end) == end else ""  # no half a quote
         raise Unavailable(f"{error.diag.message_primary}: {how}") from None
+    finally:
+        over.set()
+        watcher.join()
 
 
 def do_setup(config: Config, arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     role = setup_role(config, environ)
-    with owner_connection(config, arguments.admin_url) as conn:
+    connect = partial(owner_connection, config, arguments.admin_url)
+    with connect() as conn, connect() as other:
         encoding = conn.info.parameter_status("server_encoding")
         if encoding not in ("UTF8", "SQL_ASCII"):
             text = f"database {conn.info.dbname}: its encoding is {encoding}, it must be UTF8"
@@ -7138,7 +7146,7 @@ def do_setup(config: Config, arguments: argparse.Namespace, environ: Mapping[str
         outbox = psycopg.sql.Identifier(schema, "sync_outbox").as_string(conn)
         params = {"role": role, "schema": schema, "finds": finds, "outbox": outbox}
         try:
-            with naming_who_blocks(conn, role):
+            with naming_who_blocks(conn.info.backend_pid, other, role):
                 steps = list(_setup_steps(conn, params))
                 missing = [make for _, done, make in steps if not done]
                 alone = [sql for sql in missing if sql.startswith(("create index", "drop index"))]
@@ -7194,8 +7202,10 @@ def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
         session = Session(config.database_url, config.device_id, process)
         stack.callback(session.close)
         session.connect()
-        with session.session() as conn:
-            stack.enter_context(naming_who_blocks(conn, conn.info.user))
+        watch = psycopg.connect(config.database_url, autocommit=True, client_encoding="UTF8")
+        other = stack.enter_context(watch)
+        pid = session.run(IDENTITY)[0][0]
+        stack.enter_context(naming_who_blocks(pid, other, other.info.user))
         if session.run(TRY_LOCK, key=LOCK_KEY)[0][0]:
             session.prepare()
         try:
