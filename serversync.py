@@ -446,6 +446,7 @@ class Verdict:
     reason: str
     status: int | None = None
     retry_after: float | None = None
+    waits_for: int | None = None  # the seq that must be through first
 
 
 @dataclass(frozen=True)
@@ -2122,11 +2123,12 @@ class Store:
                 "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
             )
 
-    def set_waiting(self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool,
-                    waits_for: int | None = None) -> None:  # fmt: skip
+    def set_waiting(
+        self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool
+    ) -> None:
         suspect = verdict.fate in (Fate.SUSPECT, Fate.REJECTED)
         type_sent = past.sent_now if suspect else past.type_sent
-        more = {"type_sent": type_sent, "in_outage": in_outage, "waits_for": waits_for}
+        more = {"type_sent": type_sent, "in_outage": in_outage}
         self.run(SET_WAITING, seq=seq, call_id=past.call_id, **vars(verdict), **vars(step), **more)
         self.rows = True
 
@@ -3068,7 +3070,8 @@ class Delivery(Job):
         waits = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
         buried = partial(self.store.bury, seq, verdict, step)
         self.store.record([seq], buried if step.dead else waits)
-        self.voice.failed(seq, past, verdict, step)
+        if verdict.waits_for is None:
+            self.voice.failed(seq, past, verdict, step)
         blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED) and not step.dead
         if blamed and self.endpoint.failed_alone(seq) and not self.endpoint.outage:
             self.begin_outage(verdict)
@@ -3366,7 +3369,8 @@ class Single(Delivery):
                 return
             entry = self.kind(*row)
             if entry.waits_for is not None:  # an earlier entry
-                self._hold_back(seq, entry.waits_for)
+                reason, first = f"waits for seq {entry.waits_for}", entry.waits_for
+                self.failed(seq, Verdict(Fate.WAITS, "WAITS_FOR", reason, waits_for=first))
                 return
             tries = entry.tries
             verdict = yield from self._send(entry)
@@ -3381,13 +3385,6 @@ class Single(Delivery):
 
     def _send(self, entry: Any) -> Steps[Verdict | None]:
         raise NotImplementedError
-
-    def _hold_back(self, seq: int, waits_for: int) -> None:
-        past = self.store.past(seq)
-        if past is not None:
-            verdict = Verdict(Fate.WAITS, "WAITS_FOR", f"waits for seq {waits_for}")
-            step = Step(False, past.tries, past.attempts, 0.0)
-            self.store.set_waiting(seq, past, verdict, step, False, waits_for)
 
     def _not_sent(self, seq: int, error: Exception) -> None:
         """The reason lies here."""
@@ -3468,19 +3465,16 @@ class Files(Single):
         except EntryTrouble as error:
             if not (entry.uploaded and isinstance(error.__cause__, FileNotFoundError)):
                 raise
-            return self._sent_before(entry.seq)
+            seqs = [entry.seq]  # we removed it
+            self.store.record(seqs, partial(self.store.confirm, seqs, "none", Answer()))
+            text = f"recording {entry.seq} was uploaded before"
+            say_sent("file_already_uploaded", text, Answer(), None, SEQ=entry.seq)
+            return Verdict(Fate.SENT, "", "uploaded before")
         finally:
             if self.store.travelling:  # what waited for its end goes on
                 self.store.travelling = None
                 self.agent.entries.blind = False
                 self.agent.entries.wake()
-
-    def _sent_before(self, seq: int) -> Verdict:
-        """We removed it."""
-        self.store.record([seq], partial(self.store.confirm, [seq], "none", Answer()))
-        text = f"recording {seq} was uploaded before"
-        say_sent("file_already_uploaded", text, Answer(), None, SEQ=seq)
-        return Verdict(Fate.SENT, "", "uploaded before")
 
     def _upload(self, entry: FileEntry) -> Steps[Verdict]:
         """Steps 1 to 5 of a recording: find, ready, stream, confirm, record."""
@@ -3714,17 +3708,21 @@ class Calls(Job):
 
     def turns(self) -> Steps[None]:
         while True:
-            path, wait = self.agent.config.notification_queue_file, 1.0
+            path, wait = self.agent.config.notification_queue_file, 0.0
+            taken = f"{path}.processing"
             try:
                 if not path or self.agent.once:
                     self.troubles, wait = (), float("inf")
+                elif os.path.lexists(taken):
+                    yield from self._read(taken)
                 else:
-                    self._take(path, f"{path}.processing")
-                    yield from self._read(f"{path}.processing")
-                    wait = 0.0
+                    os.lstat(path)
+                    self.store.run(CALLS_READ, offset=0, counts="{}")  # before: a kill may follow
+                    os.rename(path, taken)  # the backend begins another file
             except FileNotFoundError:  # nothing to read
-                self.troubles = ()
+                self.troubles, wait = (), 1.0
             except OSError as error:
+                wait = 1.0
                 self._failed("person", f"{error.filename or path}: {error.strerror}")
             yield Wait(time.monotonic() + wait)
 
@@ -3732,13 +3730,6 @@ class Calls(Job):
         text = clean(f"incoming calls are not announced: {why}")
         self.troubles = [(state, text)]
         self.repeats.say("calls", key, logging.WARNING, "calls_failed", text)
-
-    def _take(self, path: str, taken: str) -> None:
-        """The backend begins another file."""
-        if not os.path.lexists(taken):  # else since before a kill
-            os.lstat(path)
-            self.store.run(CALLS_READ, offset=0, counts="{}")  # before: a kill may follow
-            os.rename(path, taken)
 
     def _read(self, path: str) -> Steps[None]:
         """All of it, and what comes late; then it goes."""

@@ -156,8 +156,9 @@ class Outbox(Store):
             self.sent[kind] += 1
             self.rejected[kind] = 0
 
-    def set_waiting(self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool,
-                    waits_for: int | None = None) -> None:  # fmt: skip
+    def set_waiting(
+        self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool
+    ) -> None:
         self.charged += step.attempts - past.attempts
         in_outage = in_outage or (seq in self.waiting and self.waiting[seq].in_outage)
         past = replace(past, tries=step.tries, attempts=step.attempts, type_sent=past.sent_now)
