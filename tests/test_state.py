@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 import serversync
-from agent import PYTHON, REPOSITORY, Agent, AgentFactory
+from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory
 from frontend import Reply
 from ledger import dead, entity_of, failures, hold, let_hours_pass, receipts, uploads, waiting
 from pg import Database
@@ -896,7 +896,10 @@ def test_failure_whose_row_was_deleted_by_others_does_not_spin_and_is_dropped(
 # -- pruning -------------------------------------------------------------------------------------
 
 HELD = """
-import os, time, serversync
+import importlib, os, sys, time
+directory, name = os.path.split(sys.argv[1])
+sys.path.insert(0, directory)
+serversync = importlib.import_module(name.removesuffix(".py"))
 environ = dict(os.environ)
 config = serversync.load_config(serversync.read_env_file(None, environ))
 process = serversync.Process(environ)
@@ -921,9 +924,9 @@ for _ in range({times}):
 def by_hand(agent: AgentFactory, script: str, **overrides: object) -> list[str]:
     """What is printed by a script that has an agent's turns in its hand."""
     done = subprocess.run(
-        [str(REPOSITORY / PYTHON), "-c", HELD + script],
+        [str(REPOSITORY / PYTHON), "-c", HELD + script, str(REPOSITORY / PROGRAM)],
         env={"PATH": os.environ["PATH"], **agent.env(**overrides)},
-        cwd=REPOSITORY,
+        cwd="/",
         capture_output=True,
         text=True,
         timeout=60,
