@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -43,16 +44,17 @@ from test_model import BOOT, HEADS, LAST_YEAR, LIBFAKETIME, NEXT_YEAR, NOW, REPL
 from waiting import wait_until  # noqa: E402
 from witness import device_of  # noqa: E402
 
-CALLS_PER_MINUTE, KILLS_PER_MINUTE = 40, 8  # at least: with fewer a run says nothing
+CALLS_PER_MINUTE, KILLS_PER_MINUTE = 40, 5  # at least: with fewer a run says nothing
 PENDING_MAX = 1500  # the backend of one house does not end more calls than that in an outage
-DRAIN_SEC = 120.0  # from the last fault until all is through
+DRAIN_SEC = 300.0  # from the last fault until all is through, on a busy machine
 STOP_MAX = 10.0  # the machine may be busy; the promise of 2 s has its own test
 GRACE_SEC = 5
 IDLE_SEC = 1.0  # between two statements of a transaction: as long as a busy machine may take
-# When a request of entries is older, its sender may have gone. To store what it brought would undo
-# what came later, which is a fault that no sender can mend.
+# A request of entries that is older, and whose sender may have gone: to store what it brought would
+# undo what came later, which is a fault that no sender can mend.
 STALE_SEC = 0.3
-DIRECT = "direct"  # in the name of an agent that has no proxy before its database
+# In the name of an agent: it has no proxy before its database; it has one before the frontend.
+DIRECT, REMOTE = "direct", "remote"
 # An early 200 is an answer in the contract's words, if the whole body had been sent by then.
 TOO_EARLY = [reply for name, reply in HEADS.items() if name != "an early 200"]
 ERAS = [reply for reply in REPLIES.values() if not reply.store]
@@ -68,6 +70,13 @@ OPEN = """
     where datname = %s and state like 'idle in transaction%%' and application_name like %s
       and clock_timestamp() - state_change > %s * interval '1 second'
 """
+
+
+def sender_is_there() -> bool:
+    """Whether whose request this thread serves still holds its end of the connection."""
+    sock = threading.current_thread().sock  # type: ignore[attr-defined]
+    state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state == 1  # TCP_ESTABLISHED
 
 
 class Soak:
@@ -179,7 +188,8 @@ class Soak:
     def _at_body(self, request: Request) -> Reply | None:
         if not self.trouble:
             return None
-        if request.kind == "entries" and time.monotonic() - request.started > STALE_SEC:
+        stale = request.kind == "entries" and time.monotonic() - request.started > STALE_SEC
+        if stale and (REMOTE in device_of(request) or not sender_is_there()):
             return Reply(reset=True)
         # The moment of truth for a recording: what is deleted must have been written down.
         if random.random() < self.trouble * (0.5 if request.file else 0.2):
@@ -207,7 +217,7 @@ class Soak:
         self.frontend.requests.clear()  # a run may be long
 
     def change_weather(self, _: Database) -> None:
-        self.trouble = random.choice((0.1, 0.2, 0.3, 0.5, 0.8))
+        self.trouble = random.choice((0.0, 0.1, 0.3, 0.5, 0.8))
         healed, self.sick = self.sick[:-20], self.sick[-20:]
         for entity_id in healed:
             self.frontend.poison.pop(entity_id, None)
@@ -235,7 +245,8 @@ class Soak:
     def start(self, lasting: bool = False) -> str:
         """The one that lasts needs no network, and its clock is right."""
         direct = lasting or random.random() < 0.4
-        device = f"agent-{next(self._numbers)}{DIRECT if direct else ''}"
+        remote = not lasting and random.random() < 0.4
+        device = f"agent-{next(self._numbers)}{DIRECT if direct else ''}{REMOTE if remote else ''}"
         port = None if direct else self.networks["database"].port
         env = agent_env(
             None, self.frontend, self.backend,
@@ -248,7 +259,7 @@ class Soak:
             SYNC_DELETE_AFTER_SEC=random.choice((0, 0, 1)),
             SYNC_UPLOAD_KBPS=random.choice((0, 0, 0, 4000)),
         )  # fmt: skip
-        if not lasting and random.random() < 0.4:
+        if remote:
             env["FRONTEND_BASE_URL"] = f"http://127.0.0.1:{self.networks['frontend'].port}"
         if not lasting and random.random() < 0.3:
             env |= {"LD_PRELOAD": str(LIBFAKETIME), "FAKETIME_TIMESTAMP_FILE": str(self.clock)}
@@ -261,8 +272,12 @@ class Soak:
     def live(self, _: Database) -> None:
         """One agent, from its start to its end."""
         device = self.start()
+        agent = self.agents[device]
+        if random.random() < 0.75:  # the others may end while they start
+            while agent.running and not agent.lines(" started") and not self.over.wait(0.05):
+                pass
         until = time.monotonic() + random.expovariate(1 / 3)
-        while self.agents[device].running and time.monotonic() < until and not self.over.wait(0.1):
+        while agent.running and time.monotonic() < until and not self.over.wait(0.1):
             self.bother(device)
         self.end(device, random.choices((signal.SIGKILL, signal.SIGTERM), (9, 1))[0])
         self.reap(device)
@@ -355,7 +370,7 @@ class Soak:
         with self.disk:
             self.problems += [f"in the middle of it: {lost}" for lost in self.oracle.lost()[:5]]
         with self.still:
-            idle = db.rows(OPEN, (self.name, f"%{DIRECT}", IDLE_SEC))
+            idle = db.rows(OPEN, (self.name, f"%{DIRECT}%", IDLE_SEC))
         self.problems += [f"its transaction is open: {name}" for (name,) in idle]
 
     # -- the run ---------------------------------------------------------------------------------
@@ -394,8 +409,8 @@ class Soak:
             actor.start()
         while time.monotonic() < end:
             self.over.wait(min(60, end - time.monotonic()))
-            calls, kills = len(self.oracle.calls), self.counts["kill -9"]
-            print(f"calls {calls}, kills {kills}, problems {self.problems[:1]}", flush=True)
+            so_far = {what: self.counts[what] for what in ("HTTP requests", "kill -9")}
+            print(len(self.oracle.calls), "calls", so_far, self.problems[:1], flush=True)
         self.over.set()
         for actor in actors:
             actor.join(60)
