@@ -28,6 +28,7 @@ from agent import Agent, AgentFactory, NotifySocket, agent_env, run_once
 from backend import Backend
 from frontend import Frontend, Reply
 from pg import Cluster, Database
+from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 from web import CHANGING, Activation, Web, a_place, read_answer, start_admin
@@ -134,14 +135,12 @@ def unharmed(process: Agent, web: Web) -> None:
 # -- what there is to see --------------------------------------------------------------------------
 
 
-def test_every_read_answers_with_what_the_agent_has_left(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    (name,) = bury(agent, frontend, backend, [{"id": "x", "title": "a rejected one"}])
-    backend.enqueue()
-    running = agent()
-    frontend.wait(lambda: len(frontend.store) == 1, what="the other one")
-    _, web = start_admin(agent, runtime_dir=running.runtime_dir)
+def test_every_read_answers_with_what_the_agent_has_left(pi: Pi) -> None:
+    (name,) = bury(pi.agent, pi.frontend, pi.backend, [{"id": "x", "title": "a rejected one"}])
+    pi.backend.enqueue()
+    running = pi.agent()
+    pi.frontend.wait(lambda: len(pi.frontend.store) == 1, what="the other one")
+    _, web = start_admin(pi.agent, runtime_dir=running.runtime_dir)
 
     page = web.ask("/")
     assert page.status == 200
@@ -246,20 +245,18 @@ def test_page_numbers_that_cannot_be_are_refused(web: Web) -> None:
 # -- what a person may do --------------------------------------------------------------------------
 
 
-def test_retry_delivers_and_a_second_one_is_a_conflict(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    (name,) = bury(agent, frontend, backend, [{"n": 1}])
-    process, web = start_admin(agent)
+def test_retry_delivers_and_a_second_one_is_a_conflict(pi: Pi) -> None:
+    (name,) = bury(pi.agent, pi.frontend, pi.backend, [{"n": 1}])
+    process, web = start_admin(pi.agent)
     got = web.post(f"/api/v1/dlq/messages/{name}/retry")
     assert got.status == 200
     assert got.json.keys() == {"id", "status", "message"}
     assert (got.json["id"], got.json["status"]) == (name, "RETRYING")
     again = web.post(f"/api/v1/dlq/messages/{name}/retry")
     assert again.error == (409, "SYS_DLQ_CONFLICT")
-    frontend.poison.clear()
-    assert agent.once().returncode == 0
-    assert len(frontend.store) == 1
+    pi.frontend.poison.clear()
+    pi.once()
+    assert len(pi.frontend.store) == 1
     assert web.ask(f"/api/v1/dlq/messages/{name}").json["status"] == "RESOLVED"
     assert web.post(f"/api/v1/dlq/messages/{name}/retry").error == (409, "SYS_DLQ_CONFLICT")
     lines = process.lines("POST")
@@ -282,21 +279,19 @@ def test_retry_beyond_the_limit_or_of_what_was_overtaken_is_a_conflict(
         assert why in got.json["error"]["message"]
 
 
-def test_retry_all_puts_back_what_can_be_and_counts_the_rest(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database
-) -> None:
-    names = bury(agent, frontend, backend, [{"n": n} for n in range(5)])
-    db.execute(USE_UP, (names[1],))
-    _, web = start_admin(agent)
+def test_retry_all_puts_back_what_can_be_and_counts_the_rest(pi: Pi) -> None:
+    names = bury(pi.agent, pi.frontend, pi.backend, [{"n": n} for n in range(5)])
+    pi.db.execute(USE_UP, (names[1],))
+    _, web = start_admin(pi.agent)
     assert web.post(f"/api/v1/dlq/messages/{names[0]}/retry").status == 200
     got = web.post("/api/v1/dlq/schedule/retry-all")
     assert got.status == 200
     assert (got.json["retried"], got.json["refused"]) == (3, 1)
     assert "3 entries" in got.json["message"]
     assert web.post("/api/v1/dlq/other/retry-all").json["retried"] == 0
-    frontend.poison.clear()
-    assert agent.once().returncode == 0
-    assert len(frontend.store) == 4
+    pi.frontend.poison.clear()
+    pi.once()
+    assert len(pi.frontend.store) == 4
     (topic,) = web.ask("/api/v1/dlq").json["topics"]
     assert (topic["resolved"], topic["dead"], topic["total"]) == (4, 1, 5)
 
@@ -511,16 +506,14 @@ def test_listen_address_that_cannot_be_is_refused_in_words(
         assert "Traceback" not in refused.stderr
 
 
-def test_secrets_are_never_shown(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, db: Database, proxy: Proxy
-) -> None:
-    url = db.url_through(proxy.port, password="hunter2-of-the-database")
+def test_secrets_are_never_shown(pi: Pi, proxy: Proxy) -> None:
+    url = pi.db.url_through(proxy.port, password="hunter2-of-the-database")
     entity = str(uuid.uuid4())
-    frontend.poison[entity] = Reply(400, body={"error": "Authorization: Bearer abcdef-secret-1"})
+    pi.frontend.poison[entity] = Reply(400, body={"error": "Authorization: Bearer abcdef-secret-1"})
     payload = {"note": "password=secret-2 ", "apiToken": "secret-3", "in": ["Bearer secret-4-abc"]}
-    backend.enqueue("schedule", payload, entity)
-    assert agent.once(DATABASE_URL=url, SYNC_TOKEN="secret-5-of-ours").returncode == 1
-    process, web = start_admin(agent, DATABASE_URL=url, SYNC_TOKEN="secret-5-of-ours")
+    pi.backend.enqueue("schedule", payload, entity)
+    pi.once(DATABASE_URL=url, SYNC_TOKEN="secret-5-of-ours", code=1)
+    process, web = start_admin(pi.agent, DATABASE_URL=url, SYNC_TOKEN="secret-5-of-ours")
     (message,) = web.ask("/api/v1/dlq/schedule").json["messages"]
     paths = [*READS, "/api/v1/dlq/schedule", f"/api/v1/dlq/messages/{message['id']}"]
     shown = "".join(web.ask(path).text for path in paths if path != "/")
@@ -721,15 +714,12 @@ def test_before_the_agent_has_ever_run_it_says_what_is_missing(agent: AgentFacto
     unharmed(process, web)
 
 
-def test_ready_follows_the_agent_and_the_frontend(
-    agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
-    _, web = start_admin(agent, runtime_dir=running.runtime_dir)
+def test_ready_follows_the_agent_and_the_frontend(pi: Pi) -> None:
+    running = pi.idle()
+    _, web = start_admin(pi.agent, runtime_dir=running.runtime_dir)
     assert web.ask("/readyz").status == 200
-    frontend.stop()
-    backend.enqueue_many(5)
+    pi.frontend.stop()
+    pi.backend.enqueue_many(5)
 
     def outage() -> bool:
         got = web.ask("/readyz")
@@ -737,7 +727,7 @@ def test_ready_follows_the_agent_and_the_frontend(
 
     wait_until(outage, what="the outage as a reason")
     # To whom its state file cannot be seen it is somebody else's: another machine's, perhaps.
-    _, apart = start_admin(agent)
+    _, apart = start_admin(pi.agent)
     got = apart.ask("/readyz")
     assert got.status == 503 and "not seen here" in got.json["reasons"][0]
     assert apart.ask("/api/v1/status").json["agent"]["state"] == "elsewhere"
@@ -793,12 +783,10 @@ def test_thousand_parallel_requests_are_all_answered_by_a_few_threads(
     assert sockets_of(process) < 10
 
 
-def test_slow_requests_end_in_time_and_the_agent_does_not_notice(
-    agent: AgentFactory, frontend: Frontend, backend: Backend, hurry: Hurry
-) -> None:
+def test_slow_requests_end_in_time_and_the_agent_does_not_notice(pi: Pi, hurry: Hurry) -> None:
     hurry(REQUEST_SEC=1)
-    agent().wait_sentence("all delivered")
-    process, web = start_admin(agent)
+    pi.agent().wait_sentence("all delivered")
+    process, web = start_admin(pi.agent)
     slow = [web.connect() for _ in range(4)]
     stop = threading.Event()
 
@@ -811,8 +799,8 @@ def test_slow_requests_end_in_time_and_the_agent_does_not_notice(
     thread = threading.Thread(target=trickle)
     thread.start()
     try:
-        backend.enqueue()
-        frontend.wait(lambda: frontend.store, 20, "the entry")
+        pi.backend.enqueue()
+        pi.frontend.wait(lambda: pi.frontend.store, 20, "the entry")
         started = time.monotonic()
         assert web.ask("/healthz").status == 200
         assert time.monotonic() - started < 30

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, NotifySocket, run_once
-from backend import Backend
 from chance import examples
-from frontend import Frontend, Reply, Request
+from frontend import Reply, Request
 from ledger import entity_of
 from machine import in_mounts, needs_root
 from pg import Database
+from pi import Pi
 from serversync import OPTIONS, Config, ConfigError, load_config, parse_env_file
 from waiting import wait_until
 
@@ -708,45 +708,38 @@ def usual_token(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
 
 @needs_root
 def test_the_usual_token_file_counts_for_the_service_and_for_a_typed_command_alike(
-    usual_token: tuple[Path, tuple[str, ...]],
-    agent: AgentFactory,
-    backend: Backend,
-    frontend: Frontend,
+    pi: Pi, usual_token: tuple[Path, tuple[str, ...]]
 ) -> None:
-    frontend.require_token = "first"
+    pi.frontend.require_token = "first"
     path, prefix = usual_token
     path.write_text("first\n")
     path.chmod(0o600)
-    running = agent(prefix=prefix)
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), what="an entry of the service's")
+    running = pi.agent(prefix=prefix)
+    seq = pi.backend.enqueue()
+    pi.frontend.wait(lambda: seq in pi.frontend.seqs(), what="an entry of the service's")
     running.stop()
-    seq = backend.enqueue()
-    assert run_once(agent.env(), prefix=prefix).returncode == 0
-    assert seq in frontend.seqs()
+    seq = pi.backend.enqueue()
+    assert run_once(pi.agent.env(), prefix=prefix).returncode == 0
+    assert seq in pi.frontend.seqs()
     # A key names another one, which must be there.
-    missing = run_once(agent.env(SYNC_TOKEN_FILE=path.parent / "missing"), prefix=prefix)
+    missing = run_once(pi.agent.env(SYNC_TOKEN_FILE=path.parent / "missing"), prefix=prefix)
     assert missing.returncode == 78 and "missing (No such file" in missing.stderr
 
 
 @needs_root
 def test_a_reload_reads_the_usual_token_file_anew_also_where_there_was_none(
-    usual_token: tuple[Path, tuple[str, ...]],
-    db: Database,
-    agent: AgentFactory,
-    backend: Backend,
-    frontend: Frontend,
+    pi: Pi, usual_token: tuple[Path, tuple[str, ...]]
 ) -> None:
-    frontend.require_token = "first"
+    pi.frontend.require_token = "first"
     path, prefix = usual_token
-    running = agent(prefix=prefix)
+    running = pi.agent(prefix=prefix)
     for token in ("first", "second"):
-        frontend.require_token = token
-        seq = backend.enqueue()
+        pi.frontend.require_token = token
+        seq = pi.backend.enqueue()
         running.wait_log(f"entry {seq} (schedule) is retried")
         path.write_text(token)
         running.hup()
-        wait_until(lambda: db.pending() == [], what="its delivery", state=running.log)
+        wait_until(lambda: pi.db.pending() == [], what="its delivery", state=running.log)
 
 
 # --- TLS ------------------------------------------------------------------------------------------
@@ -901,16 +894,11 @@ def everything_stored(db: Database) -> str:
 
 
 def test_neither_token_nor_password_is_in_any_output_column_or_status(
-    agent: AgentFactory,
-    db: Database,
-    frontend: Frontend,
-    backend: Backend,
-    notify: NotifySocket,
-    tmp_path: Path,
+    pi: Pi, notify: NotifySocket, tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text(TOKEN)
-    url = db.url.replace("@", f":{PASSWORD}@", 1)
-    rejected = entity_of(db, backend.enqueue("schedule", {"n": 1}))
+    url = pi.db.url.replace("@", f":{PASSWORD}@", 1)
+    rejected = entity_of(pi.db, pi.backend.enqueue("schedule", {"n": 1}))
     # An outage, whose reason is shown in many places; wherever it is cut, a token is cut there.
     answers = iter([Reply(500, body=f"{TOKEN} " * 200), Reply(502, body=f"{PASSWORD}," * 200)])
 
@@ -920,9 +908,9 @@ def test_neither_token_nor_password_is_in_any_output_column_or_status(
         named = [entry["entityId"] for entry in request.entries]
         return mirror(request) if rejected in named else None
 
-    frontend.on_entries, frontend.on_file = answer, mirror
-    backend.end_call(events=0)
-    running: Agent = agent(
+    pi.frontend.on_entries, pi.frontend.on_file = answer, mirror
+    pi.backend.end_call(events=0)
+    running: Agent = pi.agent(
         notify=notify,
         DATABASE_URL=url,
         SYNC_TOKEN_FILE=tmp_path / "token",
@@ -932,15 +920,15 @@ def test_neither_token_nor_password_is_in_any_output_column_or_status(
         lambda: len(running.lines("given up")) >= 2, what="two dead letters", state=running.log
     )
     # The same while the database refuses the connection, and after a reload.
-    running.update_env(agent.env(DATABASE_URL=url + "_missing", SYNC_TOKEN=TOKEN))
+    running.update_env(pi.agent.env(DATABASE_URL=url + "_missing", SYNC_TOKEN=TOKEN))
     running.hup()
     running.wait_log("_missing")
     running.stop()
-    assert frontend.requests[0].headers["Authorization"] == f"Bearer {TOKEN}"
+    assert pi.frontend.requests[0].headers["Authorization"] == f"Bearer {TOKEN}"
     shown = {
         "the log": running.log(),
         "the status": "\n".join(text for _, text in notify.messages),
-        "the schema": everything_stored(db),
+        "the schema": everything_stored(pi.db),
         "the state file": "".join(
             path.read_text() for path in running.runtime_dir.iterdir() if path.is_file()
         ),

@@ -23,6 +23,7 @@ from frontend import Frontend, Reply
 from ledger import dead, uploads, waiting
 from machine import NOBODY, booted, in_mounts, needs_root
 from pg import Database
+from pi import Pi
 from proxy import Proxy
 from serversync import BY_HAND
 from test_blocking import corrupt, enqueue_large
@@ -180,19 +181,19 @@ def test_a_healthy_installation_is_well(
 
 
 def test_the_text_has_a_line_and_a_hint_for_each_finding_and_a_verdict(
-    agent: AgentFactory, frontend: Frontend, examine: Examine, settled: Call, db: Database
+    pi: Pi, examine: Examine, settled: Call
 ) -> None:
-    db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
+    pi.db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
     report = examine()
 
-    done = agent.once("doctor")
+    done = pi.agent.once("doctor")
 
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[-1] == report.verdict
     at = lines.index("warning  trigger: serversync_wake is disabled: polling only")
     assert lines[at + 1].strip() == (
-        f"sudo -u postgres psql -d 'port={db.cluster.port} dbname={db.name}'"
+        f"sudo -u postgres psql -d 'port={pi.db.cluster.port} dbname={pi.db.name}'"
         " -c 'alter table \"public\".sync_outbox enable trigger serversync_wake'"
     )
     assert "\033" not in done.stdout
@@ -242,16 +243,16 @@ MANY_DIRECTORIES = """
 @needs_root
 @pytest.mark.slow
 def test_memory_stays_flat_with_very_many_directories_letters_and_rows(
-    agent: AgentFactory, settled: Call, backend: Backend, db: Database, tmp_path: Path
+    pi: Pi, settled: Call, tmp_path: Path
 ) -> None:
     compile_it = [str(REPOSITORY / PYTHON), "-c", COMPILE, str(REPOSITORY / PROGRAM)]
     subprocess.run([*compile_it, tmp_path / "serversync.pyc"], check=True)
     peaks = []
     for count in (10, 100_000):
-        db.execute("DELETE FROM sync_outbox; DELETE FROM serversync.dead_letters")
-        db.execute(MANY_ROWS, {"count": count})
-        script = MANY_DIRECTORIES.format(root=backend.recordings_dir, count=count)
-        env = agent.env(SYNC_FILE_GRACE_SEC=0)
+        pi.db.execute("DELETE FROM sync_outbox; DELETE FROM serversync.dead_letters")
+        pi.db.execute(MANY_ROWS, {"count": count})
+        script = MANY_DIRECTORIES.format(root=pi.backend.recordings_dir, count=count)
+        env = pi.agent.env(SYNC_FILE_GRACE_SEC=0)
         done = python(AGENT, str(tmp_path), "doctor", env=env, prefix=in_mounts(script))
         peaks.append(done[1])
     assert peaks[1] <= 1.1 * peaks[0], peaks
@@ -424,11 +425,20 @@ PASTED = {"read-only", "schema dropped", "trigger dropped", "trigger disabled", 
     ("what", "breaks", "name", "status", "words", "line"), BROKEN, ids=[row[0] for row in BROKEN]
 )
 def test_what_is_broken_is_named_with_the_line_that_mends_it_or_whose_it_is(
-    examine: Examine, settled: Call, agent: AgentFactory, backend: Backend, frontend: Frontend,
-    db: Database, proxy: Proxy, authority: Authority, tmp_path: Path,
-    what: str, breaks: Callable[[Box], Any], name: str, status: str, words: str, line: str,
-) -> None:  # fmt: skip
-    box = Box(agent, backend, frontend, db, proxy, authority, tmp_path)
+    pi: Pi,
+    examine: Examine,
+    settled: Call,
+    proxy: Proxy,
+    authority: Authority,
+    tmp_path: Path,
+    what: str,
+    breaks: Callable[[Box], Any],
+    name: str,
+    status: str,
+    words: str,
+    line: str,
+) -> None:
+    box = Box(pi.agent, pi.backend, pi.frontend, pi.db, proxy, authority, tmp_path)
     settings = breaks(box)
     settings = settings if isinstance(settings, dict) else {}
 
@@ -445,7 +455,7 @@ def test_what_is_broken_is_named_with_the_line_that_mends_it_or_whose_it_is(
     if box.running is not None:
         assert "Traceback" not in box.running.log()
     if what in PASTED:
-        mend(agent, told[0], db)
+        mend(pi.agent, told[0], pi.db)
         again = examine(box.running, **settings).of_name(name)
         assert {check.status for check in again} == {"ok"}, again
 
@@ -679,16 +689,12 @@ def test_a_token_is_accepted_refused_or_missing(examine: Examine, frontend: Fron
 
 
 def test_a_token_that_only_the_service_has_is_no_failure_while_it_gets_through(
-    agent: AgentFactory,
-    frontend: Frontend,
-    examine: Examine,
-    settled: Call,
-    backend: Backend,
+    pi: Pi, examine: Examine, settled: Call
 ) -> None:
-    frontend.require_token = "right-token"
-    running = agent(SYNC_TOKEN="right-token")
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
+    pi.frontend.require_token = "right-token"
+    running = pi.agent(SYNC_TOKEN="right-token")
+    seq = pi.backend.enqueue()
+    pi.frontend.wait(lambda: seq in pi.frontend.seqs(), what="the entry")
     running.wait_sentence("all delivered; last: ")
 
     report = examine(running)
@@ -698,8 +704,8 @@ def test_a_token_that_only_the_service_has_is_no_failure_while_it_gets_through(
     assert report.code == 0, report
     examine(running, SYNC_TOKEN="wrong-token").expect("token", "failed", "401")
     # Where nothing gets through, the missing token may be why.
-    frontend.require_token = "another-token"
-    backend.enqueue_many(3)
+    pi.frontend.require_token = "another-token"
+    pi.backend.enqueue_many(3)
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
     examine(running).expect("token", "failed", "401", "none is set here")
 
@@ -771,15 +777,13 @@ def test_a_clock_that_is_wrong_is_measured(
 # -- recordings -----------------------------------------------------------------------------------
 
 
-def test_a_recordings_directory_that_nobody_marked_stays_unmarked(
-    agent: AgentFactory, examine: Examine, backend: Backend, db: Database
-) -> None:
-    assert agent.once().returncode == 0  # no recording: only the schema is made
+def test_a_recordings_directory_that_nobody_marked_stays_unmarked(pi: Pi, examine: Examine) -> None:
+    pi.once()  # no recording: only the schema is made
 
     examine().expect("recordings", "skipped", "not marked")
 
-    assert list(backend.recordings_dir.iterdir()) == []
-    assert db.value("SELECT root_id FROM serversync.sender") is None
+    assert list(pi.backend.recordings_dir.iterdir()) == []
+    assert pi.db.value("SELECT root_id FROM serversync.sender") is None
 
 
 @needs_root
@@ -849,35 +853,28 @@ def test_a_trash_or_a_call_on_another_device_is_not_deletable(
     assert "findmnt" in check.hint
 
 
-def test_what_no_entry_knows_is_counted_and_stays(
-    agent: AgentFactory,
-    frontend: Frontend,
-    examine: Examine,
-    settled: Call,
-    backend: Backend,
-    db: Database,
-) -> None:
-    waiting, given_up, young = (backend.end_call(events=0, seconds=0.1) for _ in range(3))
-    db.execute("DELETE FROM sync_outbox WHERE id = ANY(%s)", (young.seqs,))
-    frontend.on_file = lambda request: (
+def test_what_no_entry_knows_is_counted_and_stays(pi: Pi, examine: Examine, settled: Call) -> None:
+    waiting, given_up, young = (pi.backend.end_call(events=0, seconds=0.1) for _ in range(3))
+    pi.db.execute("DELETE FROM sync_outbox WHERE id = ANY(%s)", (young.seqs,))
+    pi.frontend.on_file = lambda request: (
         Reply(400, {}, {"error": "no"})
         if request.file and request.file.recording_id == given_up.recording_id
         else Reply(503)
     )
-    agent.once()
-    assert given_up.seq("recording_file") in dead(db)
-    assert waiting.seq("recording_file") in db.pending()
+    pi.agent.once()
+    assert given_up.seq("recording_file") in dead(pi.db)
+    assert waiting.seq("recording_file") in pi.db.pending()
     for call in (waiting, given_up):
         os.utime(call.directory, (time.time() - 2 * DAY,) * 2)
     examine().expect("orphans", "ok", "none")
 
     strange = ["8HnT2kQ-a3x9..", "with space'and\"quotes", "\udcff\udcfe@10.0.0.1", "plain"]
     for name in strange:
-        old_call(backend, name, 2 * DAY, size=100_000)
+        old_call(pi.backend, name, 2 * DAY, size=100_000)
     check = examine().expect("orphans", "warning", "4 directories", "400.0 kB")
 
     assert check.hint.startswith("cd ") and "ls" in check.hint
-    assert sum(1 for path in backend.recordings_dir.iterdir() if path.name[0] != ".") == 7
+    assert sum(1 for path in pi.backend.recordings_dir.iterdir() if path.name[0] != ".") == 7
 
 
 def test_a_hostile_name_in_a_hint_runs_nothing_when_it_is_pasted(
@@ -895,15 +892,15 @@ def test_a_hostile_name_in_a_hint_runs_nothing_when_it_is_pasted(
 
 
 def test_a_deletion_that_fails_is_named_with_its_reason(
-    agent: AgentFactory, examine: Examine, settled: Call, backend: Backend, db: Database
+    pi: Pi, examine: Examine, settled: Call
 ) -> None:
-    call = backend.end_call(events=0, seconds=0.1)
-    assert agent.once(SYNC_DELETE_AFTER_SEC=3600).returncode == 0
-    assert uploads(db) == [call.seq("recording_file")]
+    call = pi.backend.end_call(events=0, seconds=0.1)
+    pi.once(SYNC_DELETE_AFTER_SEC=3600)
+    assert uploads(pi.db) == [call.seq("recording_file")]
     with call.wav.open("ab") as wav:
         wav.write(b"more")
     examine().expect("deletions", "ok")
-    agent.once()
+    pi.agent.once()
 
     check = examine().expect("deletions", "failed", "1 uploaded recording", "changed")
 
@@ -1045,19 +1042,14 @@ def test_an_old_backlog_is_a_warning(
 
 @pytest.mark.parametrize("entity_type", ["schedule", "recording_file"])
 def test_a_corrupt_row_is_named_and_hides_nothing_else(
-    entity_type: str,
-    agent: AgentFactory,
-    examine: Examine,
-    settled: Call,
-    backend: Backend,
-    db: Database,
+    pi: Pi, entity_type: str, examine: Examine, settled: Call
 ) -> None:
-    other = backend.enqueue_many(30)[0]
-    bad = enqueue_large(backend, entity_type)
-    corrupt(db, bad)
-    assert agent.once().returncode == 75
-    assert waiting(db)[bad]["code"] == "ROW_CORRUPT"
-    db.execute("UPDATE sync_outbox SET processed_at = null WHERE id = %s", (other,))
+    other = pi.backend.enqueue_many(30)[0]
+    bad = enqueue_large(pi.backend, entity_type)
+    corrupt(pi.db, bad)
+    pi.once(code=75)
+    assert waiting(pi.db)[bad]["code"] == "ROW_CORRUPT"
+    pi.db.execute("UPDATE sync_outbox SET processed_at = null WHERE id = %s", (other,))
 
     report = examine()
 
@@ -1065,34 +1057,29 @@ def test_a_corrupt_row_is_named_and_hides_nothing_else(
     report.expect("backlog", "ok", "2 pending")
     told = [check.text for check in report.checks if check.status in ("warning", "failed")]
     assert any(re.search(rf"\b{bad}\b", text) and "corrupt" in text for text in told), told
-    db.paste(report["corrupt rows"].hint)
-    assert db.pending() == [other]
-    db.execute("UPDATE sync_outbox SET processed_at = null WHERE id = %s", (bad,))
-    view = json.loads(agent.once("status", "--json").stdout)
+    pi.db.paste(report["corrupt rows"].hint)
+    assert pi.db.pending() == [other]
+    pi.db.execute("UPDATE sync_outbox SET processed_at = null WHERE id = %s", (bad,))
+    view = json.loads(pi.agent.once("status", "--json").stdout)
     assert view["database"]["ok"] and view["outbox"]["pending"] == 2
-    assert "2 pending" in agent.once("status").stdout
-    metrics = agent.once("metrics").stdout
+    assert "2 pending" in pi.agent.once("status").stdout
+    metrics = pi.agent.once("metrics").stdout
     assert "serversync_pending_entries 2" in metrics
     assert 'serversync_waiting_entries{code="ROW_CORRUPT"} 1' in metrics
 
 
 def test_dead_letters_are_a_warning_until_they_are_resolved(
-    agent: AgentFactory,
-    frontend: Frontend,
-    examine: Examine,
-    settled: Call,
-    backend: Backend,
-    db: Database,
+    pi: Pi, examine: Examine, settled: Call
 ) -> None:
     examine().expect("dead letters", "ok", "none")
-    seq = backend.enqueue()
-    entity = str(db.value("SELECT entity_id FROM sync_outbox WHERE id = %s", (seq,)))
-    frontend.rejected[entity] = "NO"
-    assert agent.once().returncode == 1
+    seq = pi.backend.enqueue()
+    entity = str(pi.db.value("SELECT entity_id FROM sync_outbox WHERE id = %s", (seq,)))
+    pi.frontend.rejected[entity] = "NO"
+    pi.once(code=1)
 
     check = examine().expect("dead letters", "warning", "1 entry")
     assert check.hint == "serversync dlq list"
 
     for status in ("RETRYING", "RESOLVED"):
-        db.execute("UPDATE serversync.dead_letters SET status = %s", (status,))
+        pi.db.execute("UPDATE serversync.dead_letters SET status = %s", (status,))
         examine().expect("dead letters", "ok", "none")

@@ -15,10 +15,10 @@ import pytest
 
 import serversync
 from agent import REPOSITORY, Agent, AgentFactory
-from backend import Backend
-from frontend import Frontend, Reply
+from frontend import Reply
 from ledger import hold, let_hours_pass
 from pg import Database
+from pi import Pi
 from settings import example, sections
 from waiting import wait_until
 
@@ -115,25 +115,23 @@ def check(promtool: str, *args: str | Path, stdin: str = "") -> str:
     return done.stdout + done.stderr
 
 
-def a_bit_of_everything(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> Agent:
+def a_bit_of_everything(pi: Pi) -> Agent:
     """Deliveries, a retry, a death and a deletion that fails; then an agent that still runs, and
     has pulled the settings."""
-    example().serve(frontend)
-    backend.enqueue_many(5)
-    bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
-    frontend.poison[bad] = Reply(500)
-    frontend.rejected[dead] = "SCHEMA"
-    backend.enqueue(entity_id=bad)
-    backend.enqueue(entity_id=dead)
-    backend.end_call()
-    (backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
-    assert agent.once().returncode == 1
-    hold(db)
-    running = agent(FRONTEND_SYNC_INTERVAL_SEC=60)
+    example().serve(pi.frontend)
+    pi.backend.enqueue_many(5)
+    pi.poisoned(Reply(500))
+    dead = str(uuid.uuid4())
+    pi.frontend.rejected[dead] = "SCHEMA"
+    pi.backend.enqueue(entity_id=dead)
+    pi.backend.end_call()
+    (pi.backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
+    pi.once(code=1)
+    hold(pi.db)
+    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=60)
     running.wait_sentence("1 retrying: the frontend has trouble")
-    wait_until(lambda: all(row["pulled_at"] for row in sections(db).values()), what="the settings")
+    pulled = "the settings"
+    wait_until(lambda: all(row["pulled_at"] for row in sections(pi.db).values()), what=pulled)
     return running
 
 
@@ -141,11 +139,11 @@ def a_bit_of_everything(
 
 
 def test_promtool_finds_nothing_to_complain_of_and_every_metric_is_there(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, promtool: str
+    pi: Pi, promtool: str
 ) -> None:
-    running = a_bit_of_everything(db, frontend, backend, agent)
+    running = a_bit_of_everything(pi)
 
-    seen = scrape(agent, running)
+    seen = scrape(pi.agent, running)
 
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
     assert list(seen.types) == [*serversync.METRICS]
@@ -158,16 +156,14 @@ def test_promtool_finds_nothing_to_complain_of_and_every_metric_is_there(
         assert re.search(rf"^# HELP {name} \S.+\.\n# TYPE {name} {kind}\n{name}", seen.text, re.M)
 
 
-def test_gauges_say_what_the_database_and_the_disk_say(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
+def test_gauges_say_what_the_database_and_the_disk_say(pi: Pi) -> None:
     before = time.time()
-    running = a_bit_of_everything(db, frontend, backend, agent)
-    db.execute("update sync_outbox set created_at = now() - interval '1 hour'")
+    running = a_bit_of_everything(pi)
+    pi.db.execute("update sync_outbox set created_at = now() - interval '1 hour'")
 
-    seen = scrape(agent, running)
+    seen = scrape(pi.agent, running)
 
-    assert seen("serversync_pending_entries") == len(db.pending()) == 1
+    assert seen("serversync_pending_entries") == len(pi.db.pending()) == 1
     assert 3600 <= seen("serversync_oldest_pending_seconds") < 3900
     assert seen.series("serversync_waiting_entries") == {"FRONTEND_5XX": 1}
     letters = {"PENDING": 1, "RETRYING": 0, "RESOLVED": 0, "DEAD": 0}
@@ -175,9 +171,9 @@ def test_gauges_say_what_the_database_and_the_disk_say(
     assert seen("serversync_deletions_waiting") == seen("serversync_deletions_failed") == 1
     assert before < seen("serversync_last_success_timestamp_seconds") < time.time()
     assert before - 1 < seen("serversync_snapshot_timestamp_seconds") < time.time()
-    sizes = [path.stat().st_size for path in backend.recordings_dir.rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in pi.backend.recordings_dir.rglob("*") if path.is_file()]
     assert seen("serversync_recordings_bytes") == sum(sizes)
-    disk = os.statvfs(backend.recordings_dir)
+    disk = os.statvfs(pi.backend.recordings_dir)
     assert seen("serversync_disk_size_bytes") == disk.f_blocks * disk.f_frsize
     assert 0 < seen("serversync_disk_free_bytes") < seen("serversync_disk_size_bytes")
     (build,) = (key for key in seen if key[0] == "serversync_build_info")
@@ -235,17 +231,13 @@ def test_a_recordings_directory_that_is_not_there_is_left_out(
     assert not seen.names & {*gone, "serversync_disk_size_bytes"}
 
 
-def test_labels_from_outside_are_escaped_and_hold_no_secret(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, promtool: str
-) -> None:
-    bad = str(uuid.uuid4())
-    frontend.poison[bad] = Reply(500)
-    backend.enqueue(entity_id=bad)
-    agent.once()
+def test_labels_from_outside_are_escaped_and_hold_no_secret(pi: Pi, promtool: str) -> None:
+    pi.poisoned(Reply(500))
+    pi.agent.once()
     hostile = 'a"} 1\nevil_total{x="\\ Bearer abcdef0123456789 hunter2hunter2 \x01\u2028ä'
-    db.execute("update serversync.waiting set code = %s", (hostile,))
+    pi.db.execute("update serversync.waiting set code = %s", (hostile,))
 
-    seen = scrape(agent, SYNC_TOKEN="hunter2hunter2")
+    seen = scrape(pi.agent, SYNC_TOKEN="hunter2hunter2")
 
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
     assert list(seen.series("serversync_waiting_entries")) == [
@@ -296,11 +288,11 @@ def test_an_agent_is_up_while_its_state_file_says_so_and_only_who_sends_speaks_o
 
 
 def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
+    pi: Pi, numbers: Numbers
 ) -> None:
-    frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
-    backend.enqueue()
-    running = agent()
+    pi.frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
+    pi.backend.enqueue()
+    running = pi.agent()
     running.wait_log("outage")
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
 
@@ -316,9 +308,9 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     assert seen.series("outbox_dequeue_total") == {"sent": 0, "set_aside": 1, "dead": 0}
     assert seen.series("serversync_waiting_entries") == {"RATE_LIMITED": 1}
 
-    frontend.on_entries = None
+    pi.frontend.on_entries = None
     running.stop()
-    running = agent()
+    running = pi.agent()
     running.wait_sentence("last: 1 entry")
 
     seen = numbers.scrape(running)
@@ -326,17 +318,15 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     assert seen.series("serversync_outage_seconds") == NO_OUTAGE
 
 
-def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
+def test_what_is_under_way_is_in_flight_until_its_answer_is_there(pi: Pi, numbers: Numbers) -> None:
     answered: list[bool] = []
 
     def slowly(request: object) -> None:
         wait_until(lambda: answered, 60, "the test to look")
 
-    frontend.on_entries = slowly
-    backend.enqueue_many(7)
-    running = agent(SYNC_TIMEOUT_SEC=60)
+    pi.frontend.on_entries = slowly
+    pi.backend.enqueue_many(7)
+    running = pi.agent(SYNC_TIMEOUT_SEC=60)
     wait_until(lambda: running.state().get("inflight"), what="the request", state=running.log)
 
     try:
@@ -353,28 +343,26 @@ def test_what_is_under_way_is_in_flight_until_its_answer_is_there(
 # -- counting -------------------------------------------------------------------------------------
 
 
-def test_everything_is_counted_once_as_the_frontend_got_it(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
+def test_everything_is_counted_once_as_the_frontend_got_it(pi: Pi, numbers: Numbers) -> None:
     bad, dead = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
-    backend.enqueue_many(20)
-    calls = [backend.end_call(), backend.end_call(seconds=2)]
+    pi.backend.enqueue_many(20)
+    calls = [pi.backend.end_call(), pi.backend.end_call(seconds=2)]
     for entity in (bad, *dead):
-        backend.enqueue(entity_id=entity)
-    frontend.rejected = dict.fromkeys(dead, "SCHEMA")
-    frontend.poison[bad] = Reply(503)
-    assert agent.once().returncode == 1
-    let_hours_pass(db)
-    assert agent.once().returncode == 75
-    frontend.poison.clear()
-    let_hours_pass(db)
-    assert agent.once().returncode == 0
+        pi.backend.enqueue(entity_id=entity)
+    pi.frontend.rejected = dict.fromkeys(dead, "SCHEMA")
+    pi.frontend.poison[bad] = Reply(503)
+    pi.once(code=1)
+    let_hours_pass(pi.db)
+    pi.once(code=75)
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
+    pi.once()
 
     seen = numbers.scrape()
 
-    entries, files = len(frontend.entries), len(frontend.uploads)
+    entries, files = len(pi.frontend.entries), len(pi.frontend.uploads)
     assert (entries, files) == (20 + 2 * 4 + 1, 2)
-    alone = [request for request in frontend.of_kind("entries") if request.status == 503]
+    alone = [request for request in pi.frontend.of_kind("entries") if request.status == 503]
     failed = sum(len(request.entries) == 1 for request in alone)
     taken = {"sent": entries + files, "set_aside": failed, "dead": 2}
     assert seen.series("outbox_dequeue_total") == taken
@@ -389,12 +377,10 @@ def test_everything_is_counted_once_as_the_frontend_got_it(
     assert numbers.scrape().counted() == seen.counted()
 
 
-def test_what_the_frontend_had_already_is_counted_apart(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
-    frontend.on_entries = lambda request: Reply(409, {}, {"ok": True})
-    backend.enqueue_many(3)
-    assert agent.once().returncode == 0
+def test_what_the_frontend_had_already_is_counted_apart(pi: Pi, numbers: Numbers) -> None:
+    pi.frontend.on_entries = lambda request: Reply(409, {}, {"ok": True})
+    pi.backend.enqueue_many(3)
+    pi.once()
 
     seen = numbers.scrape()
 
@@ -404,14 +390,14 @@ def test_what_the_frontend_had_already_is_counted_apart(
 
 
 def test_a_file_that_was_uploaded_before_leaves_the_queue_without_a_sending(
-    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers
+    pi: Pi, numbers: Numbers
 ) -> None:
-    call = backend.end_call(events=0)
-    assert agent.once().returncode == 0
+    call = pi.backend.end_call(events=0)
+    pi.once()
     before = numbers.scrape()
     again = "update sync_outbox set processed_at = null where id = %s"
-    db.execute(again, (call.seq("recording_file"),))
-    assert agent.once().returncode == 0
+    pi.db.execute(again, (call.seq("recording_file"),))
+    pi.once()
 
     seen = numbers.scrape()
 
@@ -421,37 +407,33 @@ def test_a_file_that_was_uploaded_before_leaves_the_queue_without_a_sending(
     assert seen("serversync_upload_bytes_total") == call.size
 
 
-def test_looks_at_a_file_that_is_not_ready_are_no_sendings(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
-    backend.end_call(meta=False, events=0)
+def test_looks_at_a_file_that_is_not_ready_are_no_sendings(pi: Pi, numbers: Numbers) -> None:
+    pi.backend.end_call(meta=False, events=0)
     looks = 3
     for _ in range(looks):
-        assert agent.once().returncode == 75
-        hold(db)
-        let_hours_pass(db)
+        pi.once(code=75)
+        hold(pi.db)
+        let_hours_pass(pi.db)
 
     seen = numbers.scrape()
 
     assert seen.series("outbox_dequeue_total")["set_aside"] >= looks
     assert seen.series("outbox_send_total")["retry"] == 0
     assert seen.series("serversync_waiting_entries") == {"NOT_READY": 1}
-    assert frontend.uploads == []
+    assert pi.frontend.uploads == []
 
 
-def test_entries_of_every_age_fall_into_their_buckets(
-    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
+def test_entries_of_every_age_fall_into_their_buckets(pi: Pi, numbers: Numbers) -> None:
     # Just above each bound, for the clock runs on; and one from the future, as after a clock that
     # was set back: of no age at all.
     ages = [-86400, 6, 31, 61, 301, 3601, 86401]
-    assert agent.once().returncode == 0
-    first, _ = backend.enqueue_many(len(ages))
-    db.execute(
+    pi.once()
+    first, _ = pi.backend.enqueue_many(len(ages))
+    pi.db.execute(
         "update sync_outbox set created_at = now() - (%s::int[])[id - %s + 1] * interval '1 s'",
         (ages, first),
     )
-    assert agent.once().returncode == 0
+    pi.once()
 
     seen = numbers.scrape()
 
@@ -462,20 +444,20 @@ def test_entries_of_every_age_fall_into_their_buckets(
     assert sum(ages[1:]) <= seen("outbox_lag_seconds_sum") < sum(ages[1:]) + 6 * 25
 
 
-def test_failures_before_success_fall_into_their_buckets(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
+def test_failures_before_success_fall_into_their_buckets(pi: Pi, numbers: Numbers) -> None:
     tries = [1, 8, 9]
     entities = [str(uuid.uuid4()) for _ in tries]
-    seqs = [backend.enqueue(entity_id=entity) for entity in entities]
-    backend.enqueue_many(4)
-    frontend.poison = dict.fromkeys(entities, Reply(500))
-    assert agent.once().returncode == 75
+    seqs = [pi.backend.enqueue(entity_id=entity) for entity in entities]
+    pi.backend.enqueue_many(4)
+    pi.frontend.poison = dict.fromkeys(entities, Reply(500))
+    pi.once(code=75)
     for seq, number in zip(seqs, tries, strict=True):
-        db.execute("update serversync.waiting set tries = %s where outbox_id = %s", (number, seq))
-    frontend.poison.clear()
-    let_hours_pass(db)
-    assert agent.once().returncode == 0
+        pi.db.execute(
+            "update serversync.waiting set tries = %s where outbox_id = %s", (number, seq)
+        )
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
+    pi.once()
 
     seen = numbers.scrape()
 
@@ -486,29 +468,25 @@ def test_failures_before_success_fall_into_their_buckets(
     assert seen("outbox_retry_count_count") == 7
 
 
-def test_entries_whose_answer_a_kill_ate_are_counted_once(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
-    backend.enqueue_many(10)
-    frontend.on_entries = lambda request: Reply(store=True, delay=60)
-    running = agent()
-    frontend.wait(lambda: len(frontend.requests) == 1, what="the request")
+def test_entries_whose_answer_a_kill_ate_are_counted_once(pi: Pi, numbers: Numbers) -> None:
+    pi.backend.enqueue_many(10)
+    pi.frontend.on_entries = lambda request: Reply(store=True, delay=60)
+    running = pi.agent()
+    pi.frontend.wait(lambda: len(pi.frontend.requests) == 1, what="the request")
     running.kill()
-    frontend.hang_up()
+    pi.frontend.hang_up()
     assert set(numbers.scrape().series("outbox_dequeue_total").values()) <= {0}
-    frontend.on_entries = None
-    assert agent.once().returncode == 0
+    pi.frontend.on_entries = None
+    pi.once()
 
     seen = numbers.scrape()
 
-    assert len(frontend.entries) == 20
+    assert len(pi.frontend.entries) == 20
     assert seen.series("outbox_dequeue_total")["sent"] == 10
     assert seen("outbox_lag_seconds_count") == 10
 
 
-def test_no_counter_ever_goes_down(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
+def test_no_counter_ever_goes_down(pi: Pi, numbers: Numbers) -> None:
     bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
     last: dict[Sample, float] = {}
 
@@ -520,51 +498,48 @@ def test_no_counter_ever_goes_down(
         return seen
 
     def once(code: int) -> None:
-        assert agent.once().returncode == code
+        assert pi.agent.once().returncode == code
         look()
 
-    backend.enqueue_many(10)
-    frontend.poison[bad] = Reply(500)
-    backend.enqueue(entity_id=bad)
-    frontend.rejected[dead] = "SCHEMA"
-    backend.enqueue(entity_id=dead)
-    backend.end_call()
+    pi.backend.enqueue_many(10)
+    pi.frontend.poison[bad] = Reply(500)
+    pi.backend.enqueue(entity_id=bad)
+    pi.frontend.rejected[dead] = "SCHEMA"
+    pi.backend.enqueue(entity_id=dead)
+    pi.backend.end_call()
     once(1)
     # A retry that fails again; then one that goes through, and a clock that was set back.
-    frontend.poison.clear()
-    let_hours_pass(db)
-    assert agent.once("dlq", "retry-all").returncode == 0
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
+    pi.once("dlq", "retry-all")
     once(1)
-    frontend.rejected.clear()
-    assert agent.once("dlq", "retry-all").returncode == 0
-    backend.enqueue()
-    db.execute("update sync_outbox set created_at = now() + interval '30 d'")
+    pi.frontend.rejected.clear()
+    pi.once("dlq", "retry-all")
+    pi.backend.enqueue()
+    pi.db.execute("update sync_outbox set created_at = now() + interval '30 d'")
     once(0)
     # Rows that are gone; an agent that starts and ends.
-    db.execute("update sync_outbox set processed_at = processed_at - interval '40 days'")
-    db.execute("update serversync.deliveries set started_at = started_at - interval '40 days'")
-    assert agent.once("prune", "--yes").returncode == 0
-    assert db.value("select count(*) from sync_outbox") == 0
+    pi.db.execute("update sync_outbox set processed_at = processed_at - interval '40 days'")
+    pi.db.execute("update serversync.deliveries set started_at = started_at - interval '40 days'")
+    pi.once("prune", "--yes")
+    assert pi.db.value("select count(*) from sync_outbox") == 0
     look()
-    db.execute("delete from serversync.dead_letters")
-    running = agent()
-    running.wait_sentence("all delivered")
+    pi.db.execute("delete from serversync.dead_letters")
+    running = pi.idle()
     look(running)
     running.kill()
     seen = look()
     assert seen.series("outbox_dequeue_total") == {
-        "sent": len(frontend.entries) + len(frontend.uploads),
+        "sent": len(pi.frontend.entries) + len(pi.frontend.uploads),
         "set_aside": last["outbox_dequeue_total", "set_aside"],
         "dead": 2,
     }
 
 
-def test_an_age_without_end_does_not_hide_the_rest(
-    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers, promtool: str
-) -> None:
-    assert agent.once().returncode == 0
-    backend.enqueue_many(2)
-    db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
+def test_an_age_without_end_does_not_hide_the_rest(pi: Pi, numbers: Numbers, promtool: str) -> None:
+    pi.once()
+    pi.backend.enqueue_many(2)
+    pi.db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
 
     seen = numbers.scrape()
 
@@ -573,12 +548,10 @@ def test_an_age_without_end_does_not_hide_the_rest(
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
 
 
-def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(
-    db: Database, backend: Backend, agent: AgentFactory, numbers: Numbers
-) -> None:
-    assert agent.once().returncode == 0
-    backend.enqueue_many(3)
-    db.execute("update sync_outbox set created_at = now() + interval '1 hour'")
+def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(pi: Pi, numbers: Numbers) -> None:
+    pi.once()
+    pi.backend.enqueue_many(3)
+    pi.db.execute("update sync_outbox set created_at = now() + interval '1 hour'")
 
     backlog = numbers.backlog()
     assert backlog[-1] == 3 and set(backlog[:-2]) == {0}
@@ -692,11 +665,9 @@ def test_promtool_understands_every_expression_of_the_dashboard(
     assert f"{len(rules)} rules found" in check(promtool, "check", "rules", path)
 
 
-def test_alerts_and_dashboard_name_only_what_is_really_printed(
-    db: Database, frontend: Frontend, backend: Backend, agent: AgentFactory
-) -> None:
-    running = a_bit_of_everything(db, frontend, backend, agent)
-    printed = scrape(agent, running).names
+def test_alerts_and_dashboard_name_only_what_is_really_printed(pi: Pi) -> None:
+    running = a_bit_of_everything(pi)
+    printed = scrape(pi.agent, running).names
 
     for path in (RULES, RULES_TEST):
         named = set(NAME.findall(path.read_text()))

@@ -15,6 +15,7 @@ from desk import Desk, Typist, assert_plain, bury, give_up
 from frontend import Frontend, Request
 from ledger import dead_letters, let_days_pass, receipts
 from pg import Database
+from pi import Pi
 from test_blocking import corrupt, enqueue_large
 from waiting import wait_until
 
@@ -124,18 +125,16 @@ def test_a_range_that_is_none_is_a_matter_of_usage(typist: Typist) -> None:
 # -- replay: what is left out ---------------------------------------------------------------------
 
 
-def test_what_must_not_be_sent_again_is_skipped_and_counted(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    call = backend.end_call(events=0)  # call_log, recording, recording_file
-    resent = backend.enqueue("schedule")
+def test_what_must_not_be_sent_again_is_skipped_and_counted(pi: Pi, desk: Desk) -> None:
+    call = pi.backend.end_call(events=0)  # call_log, recording, recording_file
+    resent = pi.backend.enqueue("schedule")
     old, new = str(uuid.uuid4()), str(uuid.uuid4())
-    overtaken = backend.enqueue("schedule", entity_id=old)
-    (letter,) = give_up(agent, backend, frontend, "call_log")
-    overtaking = backend.enqueue("schedule", {"version": 2}, entity_id=old)
-    by_pending = backend.enqueue("schedule", entity_id=new)
-    assert agent.once().returncode == 0
-    pending = backend.enqueue("schedule", entity_id=new)
+    overtaken = pi.backend.enqueue("schedule", entity_id=old)
+    (letter,) = give_up(pi.agent, pi.backend, pi.frontend, "call_log")
+    overtaking = pi.backend.enqueue("schedule", {"version": 2}, entity_id=old)
+    by_pending = pi.backend.enqueue("schedule", entity_id=new)
+    pi.once()
+    pending = pi.backend.enqueue("schedule", entity_id=new)
     first, last = call.seqs[0], pending
     sent = [*call.seqs[:2], resent, overtaking]
 
@@ -149,12 +148,12 @@ def test_what_must_not_be_sent_again_is_skipped_and_counted(
         "unknown": 0,
         "done": True,
     }
-    assert db.pending() == [*sent, pending]
-    assert dead_letters(db)[letter.seq]["status"] == "PENDING"
-    before = len(frontend.seqs())
-    assert agent.once().returncode == 0
-    assert frontend.seqs()[before:] == [*sent, pending]
-    assert len(frontend.of_kind("file")) == 1
+    assert pi.db.pending() == [*sent, pending]
+    assert dead_letters(pi.db)[letter.seq]["status"] == "PENDING"
+    before = len(pi.frontend.seqs())
+    pi.once()
+    assert pi.frontend.seqs()[before:] == [*sent, pending]
+    assert len(pi.frontend.of_kind("file")) == 1
 
     # By force also what was overtaken; what it may not be forced to stays out.
     words = desk("replay", "--seq", f"{first}-{last}", "--force", "--yes").stdout
@@ -163,55 +162,53 @@ def test_what_must_not_be_sent_again_is_skipped_and_counted(
         "1 dead letters (serversync dlq retry)",
         "1 recordings whose file is delivered",
     ]
-    assert db.pending() == [*call.seqs[:2], resent, overtaken, overtaking, by_pending, pending]
+    assert pi.db.pending() == [*call.seqs[:2], resent, overtaken, overtaking, by_pending, pending]
 
 
 def test_a_recording_that_was_uploaded_is_known_by_its_receipt_alone(
-    typist: Typist, agent: AgentFactory, backend: Backend, db: Database
+    pi: Pi, typist: Typist
 ) -> None:
-    backend.end_call()
-    assert agent.once().returncode == 0
-    db.execute("UPDATE recordings SET upload_status = 'local_only'")
+    pi.backend.end_call()
+    pi.once()
+    pi.db.execute("UPDATE recordings SET upload_status = 'local_only'")
     told = typist.json("replay", "--type", "recording_file", "--yes", "--force")
     assert (told["again"], told["delivered"]) == (0, 1)
-    db.execute("DELETE FROM serversync.deliveries")
-    db.execute("UPDATE recordings SET upload_status = 'uploaded'")
+    pi.db.execute("DELETE FROM serversync.deliveries")
+    pi.db.execute("UPDATE recordings SET upload_status = 'uploaded'")
     assert typist.json("replay", "--type", "recording_file", "--yes")["delivered"] == 1
-    assert not db.pending()
+    assert not pi.db.pending()
 
 
-def test_a_resolved_letter_is_sent_again_like_any_other_entry(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    (letter,) = give_up(agent, backend, frontend, "schedule")
+def test_a_resolved_letter_is_sent_again_like_any_other_entry(pi: Pi, desk: Desk) -> None:
+    (letter,) = give_up(pi.agent, pi.backend, pi.frontend, "schedule")
     desk("dlq", "retry", letter.id)
     assert desk.json("replay", "--seq", str(letter.seq))["pending"] == 1
-    assert agent.once().returncode == 0
+    pi.once()
     assert desk.json("replay", "--seq", str(letter.seq), "--yes")["again"] == 1
-    assert agent.once().returncode == 0
-    assert frontend.seqs() == [letter.seq] * 2
+    pi.once()
+    assert pi.frontend.seqs() == [letter.seq] * 2
 
 
 def test_what_may_have_been_overtaken_by_a_row_that_was_pruned_is_left_out(
-    typist: Typist, agent: AgentFactory, backend: Backend, db: Database
+    pi: Pi, typist: Typist
 ) -> None:
     entity = str(uuid.uuid4())
-    first = backend.enqueue("schedule", entity_id=entity)
-    backend.enqueue("schedule", entity_id=entity)
-    assert agent.once().returncode == 0
-    young = backend.enqueue("schedule")
-    assert agent.once().returncode == 0
+    first = pi.backend.enqueue("schedule", entity_id=entity)
+    pi.backend.enqueue("schedule", entity_id=entity)
+    pi.once()
+    young = pi.backend.enqueue("schedule")
+    pi.once()
     # As if the newer one had been pruned yesterday, and nobody knows of it.
-    db.execute("UPDATE sync_outbox SET processed_at = now() - interval '40 days' WHERE id = 1")
-    db.execute("DELETE FROM sync_outbox WHERE id = 2")
-    db.execute(
+    pi.db.execute("UPDATE sync_outbox SET processed_at = now() - interval '40 days' WHERE id = 1")
+    pi.db.execute("DELETE FROM sync_outbox WHERE id = 2")
+    pi.db.execute(
         "INSERT INTO serversync.counters"
         " VALUES ('pruned_until', '', extract(epoch from now() - interval '30 days'))"
     )
     told = typist.json("replay", "--seq", "1-", "--yes")
-    assert (told["again"], told["unknown"]) == (1, 1) and db.pending() == [young]
+    assert (told["again"], told["unknown"]) == (1, 1) and pi.db.pending() == [young]
     assert typist.json("replay", "--seq", "1-", "--yes", "--force")["again"] == 1
-    assert db.pending() == [first, young]
+    assert pi.db.pending() == [first, young]
 
 
 def test_an_agent_is_woken_and_sends_the_entries_of_a_call_in_their_order(
@@ -251,70 +248,68 @@ WATCHED = """
 
 
 def test_pruning_by_hand_deletes_in_small_transactions_and_only_with_yes(
-    typist: Typist, agent: AgentFactory, backend: Backend, db: Database
+    pi: Pi, typist: Typist
 ) -> None:
-    backend.enqueue_many(2500)
-    assert agent.once(SYNC_BATCH_SIZE=500).returncode == 0
-    let_days_pass(db, 40, 2500)
-    pending = backend.enqueue()
-    db.execute("UPDATE sync_outbox SET created_at = '2001-01-01' WHERE id = %s", (pending,))
-    db.execute(WATCHED)
+    pi.backend.enqueue_many(2500)
+    pi.once(SYNC_BATCH_SIZE=500)
+    let_days_pass(pi.db, 40, 2500)
+    pending = pi.backend.enqueue()
+    pi.db.execute("UPDATE sync_outbox SET created_at = '2001-01-01' WHERE id = %s", (pending,))
+    pi.db.execute(WATCHED)
 
     said = typist("prune").stdout
     assert "deletes 2500 rows of sync_outbox" in said and "30 days" in said and "--yes" in said
-    assert db.value("SELECT count(*) FROM sync_outbox") == 2501
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 2501
     assert "no such" not in typist("prune", "--days", "41", "--yes").stdout
-    assert db.value("SELECT count(*) FROM sync_outbox") == 2501
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 2501
 
     done = typist("prune", "--yes").stdout
     assert done == "deleted 2500 rows, 5 receipts, 0 letters\n"
-    assert db.pending() == [pending]
-    assert [row[0] for row in db.rows("SELECT id FROM sync_outbox")] == [pending]
-    sizes = [row[0] for row in db.rows("SELECT sum(rows) FROM pruned GROUP BY transaction")]
+    assert pi.db.pending() == [pending]
+    assert [row[0] for row in pi.db.rows("SELECT id FROM sync_outbox")] == [pending]
+    sizes = [row[0] for row in pi.db.rows("SELECT sum(rows) FROM pruned GROUP BY transaction")]
     assert sum(sizes) == 2500 and max(sizes) <= 1000
-    assert receipts(db) == []
+    assert receipts(pi.db) == []
     assert typist("prune", "--yes").stdout == "deleted 0 rows, 0 receipts, 0 letters\n"
 
 
 def test_pruning_by_hand_waits_while_the_clock_is_behind_the_last_receipt(
-    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
+    pi: Pi, desk: Desk
 ) -> None:
-    old = backend.enqueue()
-    assert agent.once().returncode == 0
-    last = backend.enqueue()
-    assert agent.once().returncode == 0
-    let_days_pass(db, 40, old)
-    db.execute(
+    old = pi.backend.enqueue()
+    pi.once()
+    last = pi.backend.enqueue()
+    pi.once()
+    let_days_pass(pi.db, 40, old)
+    pi.db.execute(
         "UPDATE serversync.deliveries SET started_at = now() + interval '1 hour'"
         " WHERE last_seq = %s",
         (last,),
     )
     said = desk("prune", "--yes").stdout
     assert "deleted 0 rows" in said and "1 row kept" in said and "clock" in said
-    assert db.value("SELECT count(*) FROM sync_outbox") == 2 and len(receipts(db)) == 2
+    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 2 and len(receipts(pi.db)) == 2
 
 
-def test_letters_that_were_resolved_long_ago_are_pruned_and_no_others(
-    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    backend.enqueue()
-    assert agent.once().returncode == 0
-    ids = bury(db, [{"n": n} for n in range(5)])
+def test_letters_that_were_resolved_long_ago_are_pruned_and_no_others(pi: Pi, desk: Desk) -> None:
+    pi.backend.enqueue()
+    pi.once()
+    ids = bury(pi.db, [{"n": n} for n in range(5)])
     states = dict(zip(ids, ["RESOLVED", "RESOLVED", "PENDING", "RETRYING", "DEAD"], strict=True))
     for letter, status in states.items():
         query = "UPDATE serversync.dead_letters SET status = %s, created_at = %s, updated_at = %s"
         at = datetime.now(UTC) - timedelta(days=40)
-        db.execute(f"{query} WHERE id = %s", (status, at, at, letter))
+        pi.db.execute(f"{query} WHERE id = %s", (status, at, at, letter))
     # Old, and delivered only today.
-    db.execute("UPDATE serversync.dead_letters SET updated_at = now() WHERE id = %s", (ids[1],))
+    pi.db.execute("UPDATE serversync.dead_letters SET updated_at = now() WHERE id = %s", (ids[1],))
 
-    pending = backend.enqueue()
+    pending = pi.backend.enqueue()
     warned = desk("prune").stdout
-    assert "resolved letters" in warned and len(dead_letters(db)) == 5
+    assert "resolved letters" in warned and len(dead_letters(pi.db)) == 5
     assert desk("prune", "--yes").stdout == "deleted 0 rows, 0 receipts, 1 letter\n"
 
-    assert [str(row["id"]) for row in dead_letters(db).values()] == ids[1:]
-    assert db.pending() == [pending]
+    assert [str(row["id"]) for row in dead_letters(pi.db).values()] == ids[1:]
+    assert pi.db.pending() == [pending]
 
 
 def test_a_number_of_days_that_is_none_is_a_matter_of_usage(typist: Typist) -> None:
@@ -322,12 +317,10 @@ def test_a_number_of_days_that_is_none_is_a_matter_of_usage(typist: Typist) -> N
         assert "--days" in typist("prune", f"--days={days}", "--yes", code=2).stderr
 
 
-def test_a_configuration_that_keeps_for_ever_wants_the_number_of_days(
-    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    seq = backend.enqueue()
-    assert agent.once().returncode == 0
-    let_days_pass(db, 3, seq)
+def test_a_configuration_that_keeps_for_ever_wants_the_number_of_days(pi: Pi, desk: Desk) -> None:
+    seq = pi.backend.enqueue()
+    pi.once()
+    let_days_pass(pi.db, 3, seq)
     keep: Any = {"SYNC_RETENTION_DAYS": 0}
     assert "--days" in desk("prune", "--yes", code=2, **keep).stderr
     done = desk("prune", "--days", "2.5", "--yes", **keep)
@@ -357,20 +350,17 @@ def rows(db: Database) -> list[tuple[Any, ...]]:
     return db.rows("SELECT entity_type, entity_id::text, payload FROM sync_outbox ORDER BY id")
 
 
-def test_an_entry_typed_by_hand_is_sent_at_once(
-    agent: AgentFactory, frontend: Frontend, db: Database
-) -> None:
-    running = agent(SYNC_POLL_INTERVAL_SEC=3600)
-    running.wait_sentence("all delivered")
+def test_an_entry_typed_by_hand_is_sent_at_once(pi: Pi) -> None:
+    pi.idle(SYNC_POLL_INTERVAL_SEC=3600)
     # Without the backend's trigger: the command itself wakes the agent.
-    db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
+    pi.db.execute("DROP TRIGGER serversync_wake ON sync_outbox")
     payload = {"name": "日本語", "n": 12345678901234567890123, "deep": [{"a": None}]}
-    said = enqueue(agent, "schedule", ENTITY, payload=json.dumps(payload, ensure_ascii=False))
+    said = enqueue(pi.agent, "schedule", ENTITY, payload=json.dumps(payload, ensure_ascii=False))
     seq = int(said.stdout)
-    frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
-    assert frontend.store[ENTITY]["payload"] == payload
-    assert rows(db) == [("schedule", ENTITY, payload)]
-    said = enqueue(agent, "schedule", ENTITY.upper(), "--json")
+    pi.frontend.wait(lambda: seq in pi.frontend.seqs(), what="the entry")
+    assert pi.frontend.store[ENTITY]["payload"] == payload
+    assert rows(pi.db) == [("schedule", ENTITY, payload)]
+    said = enqueue(pi.agent, "schedule", ENTITY.upper(), "--json")
     assert json.loads(said.stdout) == {"seq": seq + 1}
 
 
@@ -508,64 +498,56 @@ def test_without_a_database_or_its_schema_the_missing_one_is_named(
     ],
 )
 def test_what_came_while_it_was_decided_to_send_an_older_one_again_has_the_last_word(
-    agent: AgentFactory,
-    frontend: Frontend,
-    backend: Backend,
-    db: Database,
-    desk: Desk,
-    command: str,
-    when: str,
+    pi: Pi, desk: Desk, command: str, when: str
 ) -> None:
     name = str(uuid.uuid4())
-    running = agent(SYNC_POLL_INTERVAL_SEC=3600)
+    running = pi.agent(SYNC_POLL_INTERVAL_SEC=3600)
     if command != "replay":
-        frontend.rejected[name] = "SCHEMA"
-    old = backend.enqueue(payload={"is": "old"}, entity_id=name)
-    wait_until(lambda: not db.pending(), what="the older one", state=running.log)
-    frontend.rejected.clear()
+        pi.frontend.rejected[name] = "SCHEMA"
+    old = pi.backend.enqueue(payload={"is": "old"}, entity_id=name)
+    wait_until(lambda: not pi.db.pending(), what="the older one", state=running.log)
+    pi.frontend.rejected.clear()
     args = ["replay", "--seq", str(old), "--yes"]
     if command != "replay":
-        letter = [str(dead_letters(db)[old]["id"])] if command == "retry" else []
+        letter = [str(dead_letters(pi.db)[old]["id"])] if command == "retry" else []
         args = ["dlq", command, *letter]
 
     def with_the_answer_late(request: Request) -> None:
         if any(entry["payload"] == {"is": "new"} for entry in request.entries or []):
-            frontend.on_entries = None
-            with db.connect() as mine:
+            pi.frontend.on_entries = None
+            with pi.db.connect() as mine:
                 pending = "SELECT processed_at IS NULL FROM sync_outbox WHERE id = %s"
                 wait_until(lambda: mine.execute(pending, (old,)).fetchall()[0][0], 60)
 
-    with ThreadPoolExecutor(1) as pool, db.connect(autocommit=False) as blocker:
+    with ThreadPoolExecutor(1) as pool, pi.db.connect(autocommit=False) as blocker:
         # The command has looked for newer entries, and waits for this row.
         blocker.execute("SELECT FROM sync_outbox WHERE id = %s FOR UPDATE", (old,))
         done = pool.submit(desk, *args)
         waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-        wait_until(lambda: db.value(waiting), 60, "the command at the lock")
+        wait_until(lambda: pi.db.value(waiting), 60, "the command at the lock")
         if when == "on its way":
-            frontend.on_entries = with_the_answer_late
-        new = backend.enqueue(payload={"is": "new"}, entity_id=name)
+            pi.frontend.on_entries = with_the_answer_late
+        new = pi.backend.enqueue(payload={"is": "new"}, entity_id=name)
         if when == "on its way":
-            frontend.wait(lambda: frontend.on_entries is None, what="the newer entry")
+            pi.frontend.wait(lambda: pi.frontend.on_entries is None, what="the newer entry")
         else:
-            wait_until(lambda: not db.pending(), what="the newer entry", state=running.log)
+            wait_until(lambda: not pi.db.pending(), what="the newer entry", state=running.log)
         blocker.rollback()
         assert done.result().returncode == 0
-    wait_until(lambda: not db.pending(), 60, "both of them again", running.log)
+    wait_until(lambda: not pi.db.pending(), 60, "both of them again", running.log)
     first = [old] if command == "replay" else []
-    assert frontend.seqs() == [*first, new, old, new]
-    assert frontend.store[name]["payload"] == {"is": "new"}
+    assert pi.frontend.seqs() == [*first, new, old, new]
+    assert pi.frontend.store[name]["payload"] == {"is": "new"}
 
 
 @pytest.mark.parametrize("entity_type", ["schedule", "recording_file"])
-def test_a_row_that_is_corrupt_is_refused_in_words(
-    entity_type: str, agent: AgentFactory, schema: None, backend: Backend, db: Database
-) -> None:
-    bad = enqueue_large(backend, entity_type)
-    corrupt(db, bad)
+def test_a_row_that_is_corrupt_is_refused_in_words(pi: Pi, entity_type: str, schema: None) -> None:
+    bad = enqueue_large(pi.backend, entity_type)
+    corrupt(pi.db, bad)
     for known in (False, True):
-        refused = agent.once("replay", "--seq", str(bad), "--yes")
+        refused = pi.agent.once("replay", "--seq", str(bad), "--yes")
         assert refused.returncode == 1 and refused.stdout == ""
         assert refused.stderr.count("\n") == 1 and "sync_outbox is corrupt" in refused.stderr
         assert known == (f"entry {bad} ({entity_type}) cannot be read" in refused.stderr)
-        assert db.pending() == [bad]
-        assert agent.once().returncode == 75
+        assert pi.db.pending() == [bad]
+        pi.once(code=75)

@@ -26,6 +26,7 @@ from frontend import Frontend
 from ledger import receipts
 from machine import STRANGER, booted, in_mounts, needs_root
 from pg import OWNER, SCHEMA, Cluster, Database
+from pi import Pi
 from test_state import OLD_TRIGGER, SCHEMA_V1
 from waiting import wait_until
 from web import a_place
@@ -185,32 +186,30 @@ def test_a_database_that_quotes_all_names_keeps_what_setup_made(db: Database, ro
 
 
 def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothing(
-    agent: AgentFactory,
-    backend: Backend,
-    frontend: Frontend,
-    db: Database,
-    role: Role,
+    pi: Pi, role: Role
 ) -> None:
     made = role.steps()
     there = [name for name, done in made.items() if done == "there"]
     assert "role" not in there and "sync_outbox" not in there and "marker" not in there
     assert {"role", "sync_outbox", "recordings", "schema serversync", "marker"} <= set(made)
-    (index,) = db.rows(INDEX)
+    (index,) = pi.db.rows(INDEX)
     assert index[0] and index[1].endswith("USING btree (id) WHERE (processed_at IS NULL)")
-    assert db.rows("SELECT tgenabled FROM pg_trigger WHERE tgname = 'serversync_wake'") == [("O",)]
-    rights = db.rows(
+    assert pi.db.rows("SELECT tgenabled FROM pg_trigger WHERE tgname = 'serversync_wake'") == [
+        ("O",)
+    ]
+    rights = pi.db.rows(
         "SELECT rolsuper, rolcreatedb, rolcreaterole, rolcanlogin, rolreplication, rolbypassrls"
         " FROM pg_roles WHERE rolname = %s",
         (role.name,),
     )
     assert rights == [(False, False, False, True, False, False)]
-    root_id = (backend.recordings_dir / serversync.MARKER).read_text().strip()
-    with db.admin() as admin:
+    root_id = (pi.backend.recordings_dir / serversync.MARKER).read_text().strip()
+    with pi.db.admin() as admin:
         known = admin.execute("SELECT root_id FROM serversync.sender").fetchall()
     assert known == [(root_id,)]
     role.all_is_there()
 
-    assert_works(agent, backend, frontend, db, role)
+    assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
     # Nor can it do more than it needs.
     with psycopg.connect(role.url, autocommit=True) as poor:
         for statement in (
@@ -228,28 +227,28 @@ def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothi
 
 
 def test_people_s_commands_work_with_the_role_that_setup_made(
-    desk: Desk, agent: AgentFactory, frontend: Frontend, db: Database, role: Role
+    pi: Pi, desk: Desk, role: Role
 ) -> None:
     url: dict[str, Any] = {"DATABASE_URL": role.url}
     role.setup()
     entity = str(uuid.uuid4())
-    assert agent.once("enqueue", "schedule", entity, **url).returncode == 2  # no payload
-    enqueued = run_once(agent.env(**url), args=("enqueue", "schedule", entity), stdin="{}")
+    pi.once("enqueue", "schedule", entity, **url, code=2)  # no payload
+    enqueued = run_once(pi.agent.env(**url), args=("enqueue", "schedule", entity), stdin="{}")
     assert enqueued.stdout == "1\n"
-    assert agent.once(**url).returncode == 0
+    pi.once(**url)
     desk("replay", "--seq", "1", "--yes", **url)
-    assert agent.once(**url).returncode == 0
-    assert len(frontend.received(entity)) == 2
+    pi.once(**url)
+    assert len(pi.frontend.received(entity)) == 2
     role.superuser(
         "UPDATE sync_outbox SET processed_at = now() - interval '40 days'",
         "UPDATE serversync.deliveries SET started_at = now() - interval '40 days'",
     )
     assert desk("prune", "--yes", **url).stdout == "deleted 1 row, 2 receipts, 0 letters\n"
-    own = by_superuser(db)
+    own = by_superuser(pi.db)
     (letter,) = bury(own, [{"n": 1}])
     own.execute("DELETE FROM sync_outbox")
     desk("dlq", "retry", letter, **url)
-    assert agent.once(**url).returncode == 0
+    pi.once(**url)
     assert state_of(own, letter) == ("RESOLVED", 0) and len(receipts(own)) == 1
     own.close()
     for command in (["dlq", "list"], ["metrics"]):
@@ -279,39 +278,25 @@ def psql(role: Role, script: str) -> None:
 
 
 @pytest.mark.parametrize("printed", [False, True], ids=["directly", "by psql"])
-def test_a_backend_in_a_schema_of_its_own_is_found(
-    agent: AgentFactory,
-    backend: Backend,
-    frontend: Frontend,
-    db: Database,
-    role: Role,
-    printed: bool,
-) -> None:
-    move_backend(db, '"Voice, bot"', path='"Voice, bot", public')
+def test_a_backend_in_a_schema_of_its_own_is_found(pi: Pi, role: Role, printed: bool) -> None:
+    move_backend(pi.db, '"Voice, bot"', path='"Voice, bot", public')
     if printed:
         psql(role, role.setup("--print-sql").stdout)
     role.setup()
-    assert db.rows(INDEX)[0][0]
+    assert pi.db.rows(INDEX)[0][0]
     role.all_is_there()
-    assert_works(agent, backend, frontend, db, role)
+    assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
 
 
-def test_the_tables_of_an_earlier_role_are_handed_over(
-    desk: Desk,
-    agent: AgentFactory,
-    backend: Backend,
-    frontend: Frontend,
-    db: Database,
-    role: Role,
-) -> None:
-    seq = backend.enqueue()
-    assert agent.once().returncode == 0  # as the backend's own role
+def test_the_tables_of_an_earlier_role_are_handed_over(pi: Pi, desk: Desk, role: Role) -> None:
+    seq = pi.backend.enqueue()
+    pi.once()  # as the backend's own role
     role.is_set_up()
-    running = assert_works(agent, backend, frontend, db, role)
+    running = assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
     running.stop()
     assert "1 to be sent again" in desk("replay", "--seq", str(seq), DATABASE_URL=role.url).stdout
     owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'serversync'"
-    assert db.rows(owners) == [(role.name,)]
+    assert pi.db.rows(owners) == [(role.name,)]
 
 
 def test_a_routine_of_an_earlier_role_does_not_keep_a_new_one_away(
@@ -1088,19 +1073,18 @@ def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended
     ids=["another database", "another schema", "another setting"],
 )
 def test_a_setting_of_something_else_is_not_taken_for_the_search_path(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
-    setting: str,
-) -> None:  # fmt: skip
-    move_backend(db, "voice")
+    pi: Pi, role: Role, setting: str
+) -> None:
+    move_backend(pi.db, "voice")
     role.make()
     role.superuser(
-        setting.format(role=role.name, db=db.name),
+        setting.format(role=role.name, db=pi.db.name),
     )
     done = role.steps()
     assert done["search_path"] == "made"
-    seq = backend.enqueue()
-    assert agent.once(DATABASE_URL=role.url).returncode == 0
-    assert frontend.seqs() == [seq]
+    seq = pi.backend.enqueue()
+    pi.once(DATABASE_URL=role.url)
+    assert pi.frontend.seqs() == [seq]
 
 
 def test_a_setting_that_hides_the_outbox_of_public_is_mended(db: Database, role: Role) -> None:
@@ -1123,24 +1107,21 @@ def test_a_temporary_copy_of_the_outbox_is_not_the_backend_s(db: Database, role:
 
 
 @pytest.mark.parametrize("schema", ["voice", "public"])
-def test_of_two_outboxes_the_role_must_be_told_which(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role,
-    schema: str,
-) -> None:  # fmt: skip
+def test_of_two_outboxes_the_role_must_be_told_which(pi: Pi, role: Role, schema: str) -> None:
     if schema != "public":
-        move_backend(db, schema)
-    with db.admin() as admin:
+        move_backend(pi.db, schema)
+    with pi.db.admin() as admin:
         admin.execute("CREATE SCHEMA archive AUTHORIZATION voicebot")
         admin.execute(f"CREATE TABLE archive.sync_outbox (LIKE {schema}.sync_outbox)")
         refused = role.refused()
         assert_plain(refused.stderr)
         assert f"archive.sync_outbox, {schema}.sync_outbox" in refused.stderr
         (line,) = [each for each in refused.stderr.splitlines() if each.endswith(f' "{schema}"\'')]
-    db.paste(line.removeprefix("serversync: "))
+    pi.db.paste(line.removeprefix("serversync: "))
     role.is_set_up()
-    seq = backend.enqueue()
-    assert agent.once(DATABASE_URL=role.url).returncode == 0
-    assert frontend.seqs() == [seq]
+    seq = pi.backend.enqueue()
+    pi.once(DATABASE_URL=role.url)
+    assert pi.frontend.seqs() == [seq]
 
 
 @pytest.mark.parametrize("schema", ["voice", "public"])
@@ -1170,7 +1151,7 @@ def test_a_table_of_the_role_s_own_is_not_taken_for_the_backend_s_beside_another
 
 
 def test_an_outbox_of_the_role_s_own_is_the_backend_s_where_there_is_no_other(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role
+    pi: Pi, role: Role
 ) -> None:
     role.make()
     for table in ("sync_outbox", "recordings", "system_settings"):
@@ -1180,5 +1161,5 @@ def test_an_outbox_of_the_role_s_own_is_the_backend_s_where_there_is_no_other(
         "INSERT INTO sync_outbox (entity_type, entity_id, payload)"
         " VALUES ('x', gen_random_uuid(), '{}')"
     )
-    assert agent.once(DATABASE_URL=role.url).returncode == 0
-    assert frontend.seqs() == [1]
+    pi.once(DATABASE_URL=role.url)
+    assert pi.frontend.seqs() == [1]

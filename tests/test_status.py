@@ -18,10 +18,11 @@ import serversync
 from agent import Agent, AgentFactory, run_once, write_env_file
 from backend import Backend
 from desk import CLOCK, Desk, Terminal, Typist, give_up
-from frontend import Frontend, Reply, Request
+from frontend import Reply, Request
 from ledger import hold, uploads, waiting
 from machine import NOBODY, NOBODY_APART, in_mounts, needs_root
 from pg import Database
+from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 
@@ -83,16 +84,20 @@ def moment(text: str) -> float:
 # -- the agent ------------------------------------------------------------------------------------
 
 
-def test_a_running_agent_with_nothing_to_do(
-    desk: Desk, agent: AgentFactory, frontend: Frontend, backend: Backend
-) -> None:
+def test_a_running_agent_with_nothing_to_do(pi: Pi, desk: Desk) -> None:
     before = time.time()
-    running = agent()
-    running.wait_sentence("all delivered")
+    running = pi.idle()
 
     screen = desk("status", **beside(running)).stdout
     assert screen.splitlines()[0].split() == [
-        *("serversync", f"{serversync.__version__},", "device", "test-device,", "to", frontend.url)
+        *(
+            "serversync",
+            f"{serversync.__version__},",
+            "device",
+            "test-device,",
+            "to",
+            pi.frontend.url,
+        )
     ]
     rows = rows_of(screen)
     assert set(rows) == {"health", "agent", "outbox", "dead letters", "delivered", "recordings"}
@@ -109,7 +114,7 @@ def test_a_running_agent_with_nothing_to_do(
         if isinstance(keys, set):
             assert set(view[part]) == keys, part
     assert (view["version"], view["device"]) == (serversync.__version__, "test-device")
-    assert view["frontend"] == frontend.url
+    assert view["frontend"] == pi.frontend.url
     assert before - 1 <= moment(view["at"]) <= time.time()
     seen = view["agent"]
     assert (seen["state"], seen["pid"], seen["inflight"]) == ("running", running.pid, 0)
@@ -124,7 +129,7 @@ def test_a_running_agent_with_nothing_to_do(
         "waiting": 0,
         "reasons": {},
     }
-    assert view["recordings"]["directory"] == str(backend.recordings_dir)
+    assert view["recordings"]["directory"] == str(pi.backend.recordings_dir)
     assert view["dead_letters"] == dict.fromkeys(SHAPE["dead_letters"], 0)  # type: ignore[call-overload]
     nothing = {"entries": 0, "files": 0, "bytes": 0}
     assert view["deliveries"] == {"last_success_at": None, "hour": nothing, "day": nothing}
@@ -136,11 +141,8 @@ def test_a_running_agent_with_nothing_to_do(
     }
 
 
-def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
-    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    running = agent()
-    running.wait_sentence("all delivered")
+def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(pi: Pi, desk: Desk) -> None:
+    running = pi.idle()
     # Another host, or another /run: the database knows that there is one.
     rows = rows_of(desk("status", code=69).stdout)
     assert rows["health"] == "the agent is not seen here, but another session holds the lock"
@@ -150,10 +152,10 @@ def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(
     }
     running.kill()
     wait_until(
-        lambda: not db.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"),
+        lambda: not pi.db.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"),
         what="the end of its session",
     )
-    backend.enqueue()
+    pi.backend.enqueue()
     # Its state file is still there.
     rows = rows_of(desk("status", code=69, **beside(running)).stdout)
     assert rows["health"].startswith("the agent is not running: sudo systemctl start serversync")
@@ -283,26 +285,24 @@ def test_a_recordings_directory_that_is_not_there_is_named(
 # -- what waits, and why --------------------------------------------------------------------------
 
 
-def test_everything_that_waits_is_counted_with_its_reasons(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
-    (letter,) = give_up(agent, backend, frontend, "schedule")
-    backend.end_call()  # is uploaded, and cannot be deleted
-    (backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
-    assert agent.once().returncode == 0
+def test_everything_that_waits_is_counted_with_its_reasons(pi: Pi, desk: Desk) -> None:
+    (letter,) = give_up(pi.agent, pi.backend, pi.frontend, "schedule")
+    pi.backend.end_call()  # is uploaded, and cannot be deleted
+    (pi.backend.recordings_dir / ".serversync-trash").write_text("in the way of each deletion")
+    pi.once()
     bad = uuid.uuid4()
-    frontend.poison[str(bad)] = Reply(500)
-    backend.enqueue("call_log", entity_id=str(bad))
-    frontend.on_file = lambda request: Reply(502)
-    late = backend.end_call(seconds=3)
-    agent.once()
-    db.execute("UPDATE sync_outbox SET created_at = now() - interval '3 hours'")
-    db.execute(
+    pi.frontend.poison[str(bad)] = Reply(500)
+    pi.backend.enqueue("call_log", entity_id=str(bad))
+    pi.frontend.on_file = lambda request: Reply(502)
+    late = pi.backend.end_call(seconds=3)
+    pi.agent.once()
+    pi.db.execute("UPDATE sync_outbox SET created_at = now() - interval '3 hours'")
+    pi.db.execute(
         "UPDATE serversync.deliveries SET started_at = started_at - interval '2 hours'"
         " WHERE id = (SELECT min(id) FROM serversync.deliveries)"
     )
-    assert len(waiting(db)) == 2 and len(uploads(db)) == 1
-    hold(db)
+    assert len(waiting(pi.db)) == 2 and len(uploads(pi.db)) == 1
+    hold(pi.db)
 
     rows = rows_of(desk("status", code=69).stdout)
     assert rows["outbox"] == (
@@ -334,12 +334,12 @@ def test_everything_that_waits_is_counted_with_its_reasons(
     found = view["recordings"]
     assert (found["waiting"], found["waiting_bytes"]) == (1, late.size)
     assert (found["deletions_waiting"], found["deletions_failed"]) == (1, 1)
-    sizes = [path.stat().st_size for path in backend.recordings_dir.rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in pi.backend.recordings_dir.rglob("*") if path.is_file()]
     assert found["bytes"] == sum(sizes)
-    disk = os.statvfs(backend.recordings_dir)
+    disk = os.statvfs(pi.backend.recordings_dir)
     assert found["disk_total"] == disk.f_blocks * disk.f_frsize
     assert view["dead_letters"] == {"PENDING": 1, "RETRYING": 0, "RESOLVED": 0, "DEAD": 0}
-    sent = db.dicts(
+    sent = pi.db.dicts(
         "SELECT kind, sum(entries) AS n, sum(bytes) AS bytes, max(started_at) AS last,"
         " min(started_at) < now() - interval '1 hour' AS old FROM serversync.deliveries GROUP BY 1"
     )
@@ -352,12 +352,10 @@ def test_everything_that_waits_is_counted_with_its_reasons(
     assert letter.id not in json.dumps(view)
 
 
-def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
-    backend.enqueue()
-    running = agent()
+def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(pi: Pi, desk: Desk) -> None:
+    pi.frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
+    pi.backend.enqueue()
+    running = pi.agent()
     running.wait_log("outage")
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
 
@@ -375,31 +373,27 @@ def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(
         assert 3500 <= lasts <= 4020  # the random part
 
 
-def test_entries_of_no_date_at_all_are_counted(
-    typist: Typist, agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    agent.once()
-    backend.enqueue()
+def test_entries_of_no_date_at_all_are_counted(pi: Pi, typist: Typist) -> None:
+    pi.agent.once()
+    pi.backend.enqueue()
     for when in ("infinity", "-infinity"):
-        db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
+        pi.db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
         assert "1 pending" in typist("status", code=69).stdout
         assert typist.json("status", code=69)["outbox"]["pending"] == 1
 
 
-def test_hostile_text_is_shown_as_text(
-    desk: Desk, agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
-) -> None:
+def test_hostile_text_is_shown_as_text(pi: Pi, desk: Desk) -> None:
     hostile = "\x1b]0;title\x07\x9b2J\r\nagent  "
-    agent.once()
+    pi.agent.once()
     for number in range(4):
-        backend.enqueue(f"{hostile}{number}")
-    frontend.on_entries = lambda request: Reply(
+        pi.backend.enqueue(f"{hostile}{number}")
+    pi.frontend.on_entries = lambda request: Reply(
         503, {"Retry-After": "60"}, body=f"<title>{hostile}</title>"
     )
-    frontend.on_head = lambda request: Reply(
+    pi.frontend.on_head = lambda request: Reply(
         raw=b"HTTP/1.1 503 \x1b[2J\x9b\r\nContent-Length: 0\r\nX: \x1b[2J\r\n\r\n"
     )
-    running = agent(SYNC_BATCH_SIZE=1)
+    running = pi.agent(SYNC_BATCH_SIZE=1)
     running.wait_log("outage")
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
     # Desk looks at every letter of it.
@@ -407,7 +401,7 @@ def test_hostile_text_is_shown_as_text(
     assert "title" in rows["outbox"]
     view = desk.json("status", **beside(running))
     assert len(view["outbox"]["by_type"]) == 4
-    with Terminal(agent.env(**beside(running)), "status", rows=30, columns=200) as terminal:
+    with Terminal(pi.agent.env(**beside(running)), "status", rows=30, columns=200) as terminal:
         assert terminal.wait() == 0
         assert "4 pending" in terminal.screen.text
 
@@ -464,13 +458,11 @@ def end(terminal: Terminal) -> None:
     assert_repainted(terminal)
 
 
-def test_watching_shows_how_far_an_upload_is(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    frontend.read_rate = 150_000
-    call = backend.end_call(seconds=90)
-    running = agent()
-    with Terminal(agent.env(**beside(running)), "status", "--watch") as terminal:
+def test_watching_shows_how_far_an_upload_is(pi: Pi) -> None:
+    pi.frontend.read_rate = 150_000
+    call = pi.backend.end_call(seconds=90)
+    running = pi.agent()
+    with Terminal(pi.agent.env(**beside(running)), "status", "--watch") as terminal:
         grown(terminal, "upload")
         end(terminal)
     size = serversync.human(call.size)
@@ -478,19 +470,17 @@ def test_watching_shows_how_far_an_upload_is(
     assert re.fullmatch(words, bars(terminal.frames, "upload")[-1][1])
 
 
-def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
+def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(pi: Pi) -> None:
     go_on: list[bool] = []
 
     def slowly(request: Request) -> None:
         if not go_on:
             time.sleep(0.1)
 
-    frontend.on_entries = slowly
-    backend.enqueue_many(1000)
-    running = agent(SYNC_BATCH_SIZE=10)
-    with Terminal(agent.env(**beside(running)), "status", "--watch") as terminal:
+    pi.frontend.on_entries = slowly
+    pi.backend.enqueue_many(1000)
+    running = pi.agent(SYNC_BATCH_SIZE=10)
+    with Terminal(pi.agent.env(**beside(running)), "status", "--watch") as terminal:
         grown(terminal, "drain")
         go_on.append(True)
         terminal.wait_for("nothing pending")
@@ -521,31 +511,27 @@ def test_watching_goes_on_while_the_database_comes_and_goes(
         end(terminal)
 
 
-def test_the_screen_fits_however_many_types_wait(
-    desk: Desk, agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    agent.once()
+def test_the_screen_fits_however_many_types_wait(pi: Pi, desk: Desk) -> None:
+    pi.agent.once()
     for number in range(120):
-        backend.enqueue(f"{number:03} an entity type as long")
+        pi.backend.enqueue(f"{number:03} an entity type as long")
     # One screen: for whoever types it, and in place for whoever watches.
-    with Terminal(agent.env(), "status") as terminal:
+    with Terminal(pi.agent.env(), "status") as terminal:
         terminal.wait()
         assert "120 pending" in terminal.screen.text and terminal.screen.scrolled == 0
-    with Terminal(agent.env(), "status", "--watch") as terminal:
+    with Terminal(pi.agent.env(), "status", "--watch") as terminal:
         terminal.wait_for("120 pending")
         wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
         end(terminal)
     assert len(desk.json("status", code=69)["outbox"]["by_type"]) == 120
 
 
-def test_sixty_columns_are_enough_and_q_ends_the_watching(
-    agent: AgentFactory, backend: Backend, frontend: Frontend
-) -> None:
-    frontend.on_entries = lambda request: Reply(401, body="x" * 100)
-    backend.end_call()
-    running = agent()
+def test_sixty_columns_are_enough_and_q_ends_the_watching(pi: Pi) -> None:
+    pi.frontend.on_entries = lambda request: Reply(401, body="x" * 100)
+    pi.backend.end_call()
+    running = pi.agent()
     running.wait_sentence("nothing gets through")
-    env = agent.env(**beside(running))
+    env = pi.agent.env(**beside(running))
     with Terminal(env, "status", "--watch", rows=30, columns=60) as terminal:
         terminal.wait_for("next try")
         assert terminal.screen.scrolled == 0 and terminal.screen.text.count("serversync 0") == 1
