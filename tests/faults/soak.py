@@ -91,6 +91,7 @@ class Soak:
         self.era: Reply | None = None  # what everybody gets
         self.sick: list[str] = []  # entities that the frontend cannot take for a while
         self.doomed: set[str] = set()  # entities that it never takes
+        self.recorded: list[Call] = []  # what is said of them again comes after what was said first
         self.agents: dict[str, Agent] = {}
         self.told: dict[str, set[int]] = {}  # the signals that were to end them
         self.veteran = ""  # the one that lives through it all
@@ -147,6 +148,9 @@ class Soak:
                 self.over.wait(random.uniform(0.05, 3))
             if random.random() < 0.05:
                 connection.rollback()
+                return
+        if call.size:
+            self.recorded.append(call)
         if call.size and meta == "late":
             threading.Timer(random.uniform(0.2, 4), self._write_meta, [call]).start()
 
@@ -157,9 +161,8 @@ class Soak:
 
     def say_more(self) -> None:
         """A recording again, from a snapshot of before its upload."""
-        done = [call for call in self.oracle.calls[-50:] if call.size]
-        if done:
-            call = random.choice(done)
+        if self.recorded:
+            call = random.choice(self.recorded[-30:])
             payload = {"id": call.recording_id, "callLogId": call.call_log_id}
             payload |= {"uploadStatus": "local_only", "transcript": "ring " * 9000}
             self.backend.enqueue("recording", payload, call.recording_id)
