@@ -5037,8 +5037,9 @@ class Settings(Job):
         self.close()  # another frontend, perhaps
 
     def told(self) -> list[tuple[str, str]]:
-        if self.trouble is None:
-            return []
+        outages = [each.outage for each in self.agent.health.frontend if each.outage]
+        if self.trouble is None or not all(outage.by_entries for outage in outages):
+            return []  # that nothing gets through is told already
         now = time.time()
         since = clock(now - (time.monotonic() - self.since), now)
         return [("waiting", f"no settings since {since}: {self.trouble.reason[:100]}")]

@@ -1027,6 +1027,17 @@ def test_a_fault_in_the_middle_leaves_the_last_good_settings(office: Office, fau
     assert places(office.db) == there
 
 
+def test_a_frontend_that_is_away_is_told_once_not_for_the_settings_too(pi: Pi) -> None:
+    example().serve(pi.frontend)
+    running = pi.idle(FRONTEND_SYNC_INTERVAL_SEC=0.1)
+    pi.frontend.stop()
+    running.wait_sentence("no settings since")
+    pi.backend.enqueue()
+    running.wait_sentence("nothing gets through since")
+    wait_until(lambda: "no settings" not in running.state()["sentence"], what="one sentence")
+    assert running.state()["settings"]["trouble"]["code"] == "NETWORK_ERROR"
+
+
 def test_a_pull_that_fails_is_said_once_backs_off_and_is_no_outage_of_the_deliveries(
     pi: Pi,
 ) -> None:
