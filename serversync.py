@@ -3894,10 +3894,7 @@ class Agent:
                 enough = self.once and (self.failures >= 5 or not isinstance(error, Lost))
                 if enough or isinstance(error, (Stopping, ConfigError)):
                     raise
-                self._met(error)
-                self.failures += not isinstance(error, Busy)
-                pause = backoff(self.failures - 1, 0.5 + random.random() / 2, cap=15.0)
-                resume_at = time.monotonic() + (2.0 if isinstance(error, Busy) else pause)
+                resume_at = time.monotonic() + self.pause_after(error)
 
     def hold(self) -> None:
         """Returns with the connection made and the lock taken; raises Unavailable, or Busy."""
@@ -3971,6 +3968,14 @@ class Agent:
             sockets.append((self.session.conn.fileno(), select.POLLIN))
         until = min([self.store.settle_at, *(job.wait.until for job in jobs)])
         return self.process.wait(until, sockets)
+
+    def pause_after(self, error: Exception) -> float:
+        """It keeps the loop from going on: in how many seconds that is tried again."""
+        self._met(error)
+        if isinstance(error, Busy):
+            return 2.0
+        self.failures += 1
+        return backoff(self.failures - 1, 0.5 + random.random() / 2, cap=15.0)
 
     def _met(self, error: Exception) -> None:
         """What went wrong is said, once a minute."""
