@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from time import localtime, strftime
 from typing import Any, NamedTuple
 
 import serversync
@@ -48,6 +49,7 @@ class Clock:
         return self.now
 
     time = monotonic
+    localtime, strftime = staticmethod(localtime), staticmethod(strftime)
 
 
 class Connection(Session):
