@@ -28,7 +28,7 @@ from waiting import wait_until
 
 STEP = int(os.environ.get("SERVERSYNC_KILL_STEP", "16"))
 CALLS = "trace=%file,%network,%desc"
-EARLIER = (0, 1, 3, 7, 15, 31)  # calls of the same name
+EARLIER = (0, 1, 3, 7, 15, 31, 63, 127)  # calls of the same name: a busy machine has more of them
 PATIENCE_SEC = 300 + 6000 // STEP  # some 130 points a shard, and the machine may be busy
 Strace = tuple[str, ...]
 
