@@ -7223,7 +7223,7 @@ def _setup_root(config: Config, environ: Mapping[str, str]) -> int:
 
 
 def setup_hint(config: Config, sticky: bool = False) -> str:
-    """With both directories: what is not named loses the rights that it had."""
+    """With both directories: all that the service needs, in one line."""
     path = shlex.quote(config.recordings_dir)
     # As its owner, who may have put a link to a directory of root's there by then.
     owner = os.stat(config.recordings_dir).st_uid if sticky else 0
