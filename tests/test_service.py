@@ -859,6 +859,9 @@ def test_end_of_an_outage_makes_due_what_failed_in_it_and_nothing_else(
     pi.agent()
     poison = pi.poisoned(broken)
     wait_until(lambda: poison in waiting(pi.db), what="a failure outside of any outage")
+    hold(pi.db)  # or its retry is one of those that fail in the outage
+    pi.wait_entry(pi.backend.enqueue())  # one that was under way is over
+    hold(pi.db)
 
     def break_down(_: Request) -> Reply:
         pi.frontend.on_entries = lambda _: broken
