@@ -9,26 +9,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from backend import Backend
 from frontend import Frontend
+from nursery import LAUNCH, MAIN, Forked
 from pg import Database
 from waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Relative ones are meant from the repository's root.
 PYTHON = os.environ.get("SERVERSYNC_PYTHON", "/usr/bin/python3")
-PROGRAM = os.environ.get("SERVERSYNC_PROGRAM", "serversync.py")
+PROGRAM = BUILT = os.environ.get("SERVERSYNC_PROGRAM", "serversync.py")
 OPTIONS = ("SYNC_", "FRONTEND_", "DATABASE_URL", "ANNOUNCEMENT_", "NOTIFICATION_", "LOG_")
-# As it is installed: a module that is compiled once. Compiling it takes half of a start.
-LAUNCH = """
-import importlib, os, sys
-directory, name = os.path.split(sys.argv.pop(1))
-sys.path.insert(0, directory)
-sys.exit(importlib.import_module(name.removesuffix(".py")).main())
-"""
 
 Env = Mapping[str, str]
 
@@ -96,10 +91,25 @@ class _Launch:
             in_file = {}
         self.environ |= {name: value for name, value in env.items() if name not in in_file}
         self.env_file = write_env_file(directory / "serversync.env", in_file)
-        interpreter = str(REPOSITORY / (python or PYTHON))
-        program = [interpreter, "-c", LAUNCH, str(REPOSITORY / PROGRAM)]
-        program += ["--env-file", str(self.env_file)]
-        self.command = [*prefix, *program, *args]
+        self.interpreter = str(REPOSITORY / (python or PYTHON))
+        self.arguments = [str(REPOSITORY / PROGRAM), "--env-file", str(self.env_file), *args]
+        self.command = [*prefix, self.interpreter, "-c", LAUNCH + MAIN, *self.arguments]
+        # What a process is told before it begins.
+        self.anew = bool(prefix) or any(name.startswith(("LD_", "PYTHON")) for name in self.environ)
+
+    def start(
+        self, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes], pass_fds: Sequence[int] = ()
+    ) -> Forked | subprocess.Popen[bytes]:
+        if not self.anew and not pass_fds:
+            standard = (stdin, stdout, stderr)
+            program = str(REPOSITORY / BUILT)
+            return Forked(
+                self.interpreter, program, self.arguments, self.environ, REPOSITORY, standard
+            )
+        return subprocess.Popen(
+            self.command, env=self.environ, cwd=REPOSITORY,
+            stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds,
+        )  # fmt: skip
 
 
 def run_once(
@@ -117,16 +127,17 @@ def run_once(
         launch = _Launch(
             env, args, Path(directory), python=python, env_file=env_file, prefix=prefix
         )
-        return subprocess.run(
-            launch.command,
-            env=launch.environ,
-            cwd=REPOSITORY,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        with ExitStack() as stack:
+            said, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            said.write(stdin.encode())
+            said.seek(0)
+            process = launch.start(said, out, err)
+            stack.callback(process.kill)
+            code = process.wait(timeout)
+            for file in (out, err):
+                file.seek(0)
+            texts = out.read().decode(), err.read().decode()
+            return subprocess.CompletedProcess(launch.command, code, *texts)
 
 
 class NotifySocket:
@@ -220,16 +231,8 @@ class Agent:
         )
         self.env_file = launch.env_file
         self._log_path = directory / "log"
-        with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                launch.command,
-                env=launch.environ,
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=pass_fds,
-            )
+        with self._log_path.open("wb") as log, open(os.devnull, "rb") as nothing:
+            self.process = launch.start(nothing, log, log, pass_fds)
         self.pid = self.process.pid
 
     def __enter__(self) -> Self:

@@ -27,12 +27,12 @@ LARGEST = {"class lines": 450, "attributes": 15, "function lines": 75}
 # The file cut behind room 1, with the little that a command line does for it.
 ALONE = """
 
-if __name__ == "__main__":
+def main():
     start_logging(os.environ)
     config = load_config(read_env_file(sys.argv[2], os.environ))
     process = Process(os.environ)
     process.install()
-    sys.exit(Agent(config, process, lambda **_: None, once=True).run_once())
+    return Agent(config, process, lambda **_: None, once=True).run_once()
 """
 
 
@@ -113,14 +113,15 @@ def test_a_name_is_seen_wherever_it_stands(source: str) -> None:
 
 
 def test_the_first_room_alone_delivers_a_call_with_its_recording(
-    db: Database, frontend: Frontend, backend: Backend, tmp_path: Path,
+    db: Database,
+    frontend: Frontend,
+    backend: Backend,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     _, end = rooms()[1]
     program = tmp_path / "first_room.py"
     program.write_text("\n".join(SOURCE.read_text().splitlines()[:end]) + ALONE)
-    monkeypatch.setattr(agent_module, "LAUNCH", "import runpy, sys; sys.argv.pop(0); "
-                        "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
     monkeypatch.setattr(agent_module, "PROGRAM", str(program))
     call = backend.end_call()
     done = run_once(agent_env(db, frontend, backend))
