@@ -21,9 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import _Launch
+from agent import PYTHON, _Launch
 from backend import Backend
 from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart, Reply
+from nursery import Forked
 from pg import Cluster, Database
 from proxy import Proxy
 from waiting import wait_until
@@ -314,3 +315,36 @@ def test_the_agents_environment_is_clean_and_its_settings_are_in_the_file(
     assert launch.env_file.read_text() == 'SYNC_TOKEN="a \\"b\\" \\\\ #"\n'
     assert launch.command[-3:] == ["--env-file", str(launch.env_file), "run"]
     assert "SYNC_TOKEN" in _Launch(env, ["run"], tmp_path, env_file=False).environ
+
+
+SHOWS_ITSELF = """
+import os, sys
+def main():
+    open_files = os.listdir("/proc/self/fd")
+    print([sys.argv, dict(os.environ), os.getcwd(), sys.stdin.read(), len(open_files)])
+    if sys.argv[1:] == ["kill"]:
+        sys.stdout.flush()
+        os.kill(os.getpid(), 9)
+    return 3
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("end", 3), ("kill", -9)])
+def test_a_forked_agent_is_a_process_like_any_other(
+    tmp_path: Path, argument: str, code: int
+) -> None:
+    program, shown = tmp_path / "program.py", tmp_path / "shown"
+    program.write_text(SHOWS_ITSELF)
+    says, said = os.pipe()
+    with open(says, "rb") as stdin, shown.open("wb") as out:
+        arguments = [str(program), argument]
+        process = Forked(PYTHON, str(program), arguments, {"A": "b"}, tmp_path, [stdin, out, out])
+        with open(said, "wb") as speaker:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.1)
+            speaker.write(b"words")
+        assert process.wait(20) == process.poll() == process.returncode == code
+    # Descriptors: the standard three, and that of the listing.
+    its_own = [["-c", argument], {"A": "b"}, str(tmp_path), "words", 4]
+    assert shown.read_text() == f"{its_own}\n"
+    assert not Path(f"/proc/{process.pid}").exists()
