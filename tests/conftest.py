@@ -17,7 +17,7 @@ from backend import Backend
 from chance import TIMES
 from desk import Desk, Typist
 from frontend import Frontend
-from pg import Cluster, Database
+from pg import Cluster, Database, in_memory
 from pi import Pi
 from proxy import Proxy
 
@@ -27,7 +27,7 @@ settings.load_profile("new" if TIMES else "same")
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """One PostgreSQL for each process of the test run."""
-    with Cluster() as running:
+    with Cluster(place=in_memory()) as running:
         yield running
 
 

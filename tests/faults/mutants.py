@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/faults"), str(REPOSITORY)]
 
 import agent  # noqa: E402
-from pg import Cluster  # noqa: E402
+from pg import Cluster, in_memory  # noqa: E402
 from test_model import TALES, Broken, World, play  # noqa: E402
 
 SOURCE = REPOSITORY / os.environ.get("SERVERSYNC_PROGRAM", "serversync.py")
@@ -651,7 +651,10 @@ def caught_by_tests(mutant: Mutant, program: Path) -> str:
 
 def work(mutants: Sequence[Mutant]) -> None:
     survived = []
-    with tempfile.TemporaryDirectory(prefix="serversync-mutants-") as name, Cluster() as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="serversync-mutants-") as name,
+        Cluster(place=in_memory()) as cluster,
+    ):
         Path(name).chmod(0o755)  # some tests become another user
         for number, mutant in enumerate(mutants):
             directory = Path(name) / str(number)
