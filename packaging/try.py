@@ -268,7 +268,7 @@ class Tour:
         )
         started = time.monotonic()
         with self.signals.held():
-            self.agent = Agent(settings)
+            self.agent = Agent(settings, prefix=["env"])  # begun anew, as a user would
             self.things.callback(self.agent.close)
             self.pids.append(self.agent.pid)
         self.wait(lambda: not self.pending(), "no entry is pending any more")

@@ -89,7 +89,13 @@ class Forked:
         standard: Sequence[IO[bytes]],
     ) -> None:  # fmt: skip
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        asked = {"env": env, "cwd": str(cwd), "argv": argv, "open_files": limit}
+        # (What is no text is an argument, too.)
+        asked: dict[str, object] = {
+            "env": env,
+            "cwd": str(cwd),
+            "argv": list(map(os.fsdecode, argv)),
+        }
+        asked["open_files"] = limit
         told, tells = os.pipe()
         fds = [tells, *(file.fileno() for file in standard)]
         socket.send_fds(_server(python, program, os.getpid()), [json.dumps(asked).encode()], fds)
