@@ -2,7 +2,6 @@
 
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from agent import AgentFactory
-from backend import Backend, Call
+from backend import Backend
 from chance import examples
 from frontend import Frontend, Reply, Request
 from ledger import dead_letters, hold, let_hours_pass, waiting
@@ -350,32 +349,3 @@ def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_lat
     order = pi.frontend.seqs()
     assert order.index(first) < order.index(last[0])
     assert pi.frontend.store[recording]["payload"]["text"] == "new"
-
-
-def test_order_is_kept_in_many_batches_while_every_third_request_fails(pi: Pi) -> None:
-    """Whatever it holds, the empty ones among them."""
-    entity = str(uuid.uuid4())
-    calls: list[Call] = [pi.backend.end_call(seconds=0.01, events=5) for _ in range(4)]
-    own = [pi.backend.enqueue("ivr_flow", {"version": n}, entity) for n in range(40)]
-
-    def every_third(request: Request) -> Reply | None:
-        return BOOM if len(pi.frontend.requests) % 3 == 0 else None
-
-    pi.frontend.on_entries = every_third
-
-    def moved_on(count: int) -> bool:
-        return len(pi.frontend.requests) > count or not pi.db.pending()
-
-    running = pi.agent(SYNC_BATCH_SIZE=10)
-    pi.frontend.wait(lambda: pi.frontend.requests)
-    while pi.db.pending():
-        count = len(pi.frontend.requests)
-        let_hours_pass(pi.db)
-        running.hup()  # an outage, too, is asked again at once
-        pi.frontend.wait(partial(moved_on, count))
-    assert [seq for seq in pi.frontend.seqs() if seq in own] == own
-    for call in calls:
-        arrived = [seq for seq in pi.frontend.seqs() if seq in call.seqs]
-        assert sorted(arrived) == call.seqs[:-1] and arrived[0] == call.seqs[0]
-        assert pi.frontend.playable(call.recording_id)
-    assert max(len(request.entries) for request in pi.frontend.requests) <= 10
