@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 HOST = "127.0.0.1"
@@ -21,6 +21,18 @@ def reset(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
     sock.close()
+
+
+@contextlib.contextmanager
+def blackhole() -> Iterator[str]:
+    """A URL where connects neither succeed nor fail: a listener with a full backlog."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 class _Pipe:
@@ -54,7 +66,6 @@ class Proxy:
         """The host: or the path of a Unix socket. `buffer`: how much the kernel may hold for it, as
         on a slow link; 0: the kernel's own."""
         self.target = (target_host, target_port)
-        self.accepted = 0
         self._silent = False
         self._rate: float | None = None
         self._pairs: list[tuple[_Pipe, _Pipe]] = []
@@ -186,7 +197,6 @@ class Proxy:
     def _accept(self) -> None:
         assert self._listener is not None
         client, _ = self._listener.accept()
-        self.accepted += 1
         try:
             server = self._connect()
         except OSError:

@@ -141,17 +141,6 @@ def test_nobody_hears_of_yesterday_s_call(pi: Pi, announcer: Agent) -> None:
     assert "2 stale" in announcer.wait_log("not announced any more")
 
 
-def test_what_became_too_old_during_an_outage_is_dropped_and_counted(pi: Pi) -> None:
-    pi.frontend.on_call = lambda _: Reply(503)
-    pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file, SYNC_NOTIFY_MAX_AGE_SEC=3)
-    pi.backend.call_comes_in()
-    wait_until(lambda: dropped(pi.db) == {"stale": 1})
-    pi.frontend.on_call = None
-    fresh = pi.backend.call_comes_in()
-    pi.frontend.wait(lambda: pi.frontend.calls)
-    assert call_ids(pi.frontend) == [fresh]
-
-
 def test_a_call_of_tomorrow_that_is_never_taken_blocks_nothing_for_longer_than_one_of_today(
     pi: Pi,
 ) -> None:
@@ -412,13 +401,6 @@ def test_rights_that_are_missing_are_said_and_deliveries_go_on(pi: Pi, public: P
     os.chown(directory, 0, 0)
     pi.frontend.wait(lambda: pi.frontend.calls)
     wait_until(lambda: "Permission denied" not in running.state()["sentence"])
-
-
-def test_a_reload_takes_another_file(pi: Pi) -> None:
-    running = pi.idle()
-    pi.backend.call_comes_in()
-    running.reload(pi.agent.env(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
-    pi.frontend.wait(lambda: pi.frontend.calls)
 
 
 def test_a_pause_that_the_frontend_asked_for_holds_for_calls_too(pi: Pi, announcer: Agent) -> None:

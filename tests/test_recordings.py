@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent import Agent, run_once
 from backend import Backend, Call
-from frontend import Frontend
 from ledger import dead, failures, let_hours_pass, uploads
 from pg import Database
 from pi import Pi
@@ -48,41 +48,45 @@ def assert_dead_and_kept(pi: Pi, call: Call, code: str) -> None:
 
 def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(pi: Pi, outside: Path) -> None:
     up = os.path.relpath(outside, pi.backend.recordings_dir)
-    paths = [
+    paths = [  # all others: test_policy.py
         f"storage/recordings/{up}/mixed.wav",
         f"storage/recordings/call/../{up}/mixed.wav",
-        "storage/recordings/../mixed.wav",
-        "storage/recordings/call/../mixed.wav",
         "storage/recordings/call/..",
-        "storage/recordings/./mixed.wav",
-        "storage/recordings//mixed.wav",
         "storage/recordings/a/call/mixed.wav",
-        "storage/elsewhere/call/mixed.wav",
-        f"storage/recordings/{'x' * 300}/mixed.wav",
         "storage/recordings/.serversync-trash/mixed.wav",
         f"{outside}/mixed.wav",
-        "/call/mixed.wav",
-        "/mixed.wav",
         "mixed.wav",
-        "..",
-        "",
     ]
-    calls = [pi.backend.end_call(events=0, seconds=0.1, file_path=path) for path in paths if path]
-    for payload in (
-        {"callId": ".."},
-        {"call_id": "../../outside"},
-        {"callId": str(outside)},
-        {"filePath": "", "callId": "call"},
-    ):
-        known = {"callLogId": str(uuid.uuid4()), **payload}
-        calls.append(pi.backend.end_call(events=0, seconds=0.1, file_payload=known))
+    path = "storage/recordings/x/mixed.wav"
+    known = {"callLogId": str(uuid.uuid4())}
+    payloads: list[tuple[str, dict[str, Any]]] = [
+        ("FILE_UNSAFE", {**known, "callId": ".."}),
+        ("FILE_UNSAFE", {**known, "call_id": "../../outside"}),
+        ("FILE_UNSAFE", {**known, "callId": str(outside)}),
+        ("FILE_UNSAFE", {**known, "filePath": "", "callId": "call"}),
+        # Without ids, or a place.
+        ("BAD_PAYLOAD", {}),
+        ("BAD_PAYLOAD", {"filePath": path}),
+        ("BAD_PAYLOAD", {"callLogId": "../../etc", "filePath": path}),
+        ("BAD_PAYLOAD", {"callLogId": f'{uuid.uuid4()}"\r\nX: y', "filePath": path}),
+        ("BAD_PAYLOAD", known),
+        ("BAD_PAYLOAD", {**known, "filePath": None, "callId": None}),
+        ("BAD_PAYLOAD", {**known, "filePath": "storage/recordings/x/passwd"}),
+    ]
+    brief: dict[str, Any] = {"events": 0, "seconds": 0.1}
+    calls = [("FILE_UNSAFE", pi.backend.end_call(file_path=path, **brief)) for path in paths]
+    for code, payload in payloads:
+        calls.append((code, pi.backend.end_call(file_payload=payload, **brief)))
+    alien = {**known, "recordingId": "1 or 1=1", "filePath": path}
+    last = pi.backend.enqueue("recording_file", alien)
 
     pi.once(code=1)
 
     assert not pi.frontend.of_kind("file")
-    assert {call.seq("recording_file") for call in calls} == set(dead(pi.db))
-    for call in calls:
-        assert_dead_and_kept(pi, call, "FILE_UNSAFE")
+    assert dead(pi.db).keys() == {*(call.seq("recording_file") for _, call in calls), last}
+    assert dead(pi.db)[last] == "BAD_PAYLOAD"
+    for code, call in calls:
+        assert_dead_and_kept(pi, call, code)
         assert call.wav.is_file() and call.meta.is_file()
     assert len(pi.frontend.seqs()) == 2 * len(calls)
     assert (outside / "mixed.wav").read_bytes() == b"RIFF: a secret"
@@ -157,14 +161,10 @@ def test_a_recording_on_another_file_system_is_dead(pi: Pi) -> None:
 def test_names_as_sip_makes_them_are_delivered_and_deleted(pi: Pi) -> None:
     names = [
         "8HnT2kQ-a3x9..",
-        "..8HnT2kQ",
         "...",
         "a84b4c76e66710@192.168.1.20",
-        "@",
         "-rf",
-        "~",
         "%2e%2e",
-        "recordings",
         'x"; filename="evil.sh',
         "a\r\nb: c",
         "a b\\c'*?",
@@ -205,33 +205,6 @@ def test_rows_written_by_hand_are_found_and_meta_path_is_ignored(pi: Pi, outside
     for call in calls:
         assert pi.frontend.files[call.call_log_id].sha256 == call.sha256, result.stderr
         assert json.loads(pi.frontend.files[call.call_log_id].meta)["callId"] == call.call_id
-
-
-def test_payloads_without_ids_or_a_place_are_dead_and_the_recording_is_shown_as_failed(
-    pi: Pi,
-) -> None:
-    path = "storage/recordings/x/mixed.wav"
-    payloads: list[dict[str, object]] = [
-        {},
-        {"filePath": path},
-        {"callLogId": "../../etc", "filePath": path},
-        {"callLogId": f'{uuid.uuid4()}"\r\nX: y', "filePath": path},
-        {"callLogId": str(uuid.uuid4())},
-        {"callLogId": str(uuid.uuid4()), "filePath": None, "callId": None},
-        {"callLogId": str(uuid.uuid4()), "filePath": "storage/recordings/x/passwd"},
-    ]
-    calls = [pi.backend.end_call(events=0, file_payload=payload) for payload in payloads]
-    alien = pi.backend.end_call(
-        events=0,
-        file_payload={"callLogId": str(uuid.uuid4()), "recordingId": "1 or 1=1", "filePath": path},
-    )
-
-    pi.once(code=1)
-
-    for call in calls:
-        assert_dead_and_kept(pi, call, "BAD_PAYLOAD")
-    assert dead(pi.db)[alien.seq("recording_file")] == "BAD_PAYLOAD"
-    assert not pi.frontend.of_kind("file")
 
 
 def test_behind_a_dead_recording_the_next_one_of_its_call_goes_at_once(pi: Pi) -> None:
@@ -335,20 +308,6 @@ def test_incomplete_recordings_wait_for_the_grace_time_however_often_they_are_lo
     kept = {call.call_id for call in lame if call.meta.exists()}
     assert kept == {call.call_id for call in lame} - {"empty"}
     assert (pi.backend.recordings_dir / "no audio" / "meta.json").is_file()
-
-
-def test_incomplete_recordings_are_looked_at_five_times_however_short_the_grace_is(pi: Pi) -> None:
-    [lame, lost] = broken_calls(
-        pi.backend, {name: (WITHOUT_META | WITHOUT_AUDIO)[name] for name in ("no meta", "no audio")}
-    )
-    running = pi.agent(SYNC_FILE_GRACE_SEC=0)
-    for number in range(1, 5):
-        wait_for_looks(pi.db, running, [lame, lost], number)
-        assert not dead(pi.db) and not pi.frontend.of_kind("file")
-        let_hours_pass(pi.db, 72)
-    pi.wait_delivered()
-    assert dead(pi.db) == {lost.seq("recording_file"): "FILE_MISSING"}
-    assert list(pi.frontend.files) == [lame.call_log_id]
 
 
 def test_a_file_that_is_gone_from_an_uploaded_recording_counts_as_sent(pi: Pi) -> None:
@@ -455,10 +414,6 @@ def test_the_root_is_marked_once_and_a_new_database_adopts_the_mark(pi: Pi) -> N
     assert len(pi.frontend.uploads) == 2
 
 
-def has_entry(frontend: Frontend, seq: int) -> bool:
-    return seq in frontend.seqs()
-
-
 def unmounted(root: Path) -> None:
     """What an unmounted mount point looks like: an empty directory."""
     root.rename(root.with_name("elsewhere"))
@@ -496,8 +451,7 @@ def test_a_root_that_is_not_ours_is_an_outage_for_files_only(
     waiting = [call.seq("recording_file") for call in calls]
     wait_until(lambda: pi.db.pending() == waiting, what="the entries", state=running.log)
     for _ in range(5):
-        seq = pi.backend.enqueue()
-        pi.frontend.wait(partial(has_entry, pi.frontend, seq), what="an entry")
+        pi.wait_entry(pi.backend.enqueue())
     assert len(running.lines("not the one we know")) == 1
     assert running.lines("recordings directory")
     assert not dead(pi.db) and not failures(pi.db) and len(pi.frontend.uploads) == 1
@@ -513,18 +467,3 @@ def test_a_root_that_is_not_ours_is_an_outage_for_files_only(
     for call in calls:
         assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
     assert not dead(pi.db)
-
-
-def test_once_says_that_the_root_is_not_there_and_leaves_it_alone(pi: Pi) -> None:
-    pi.backend.end_call(events=0)
-    pi.once()
-    (pi.backend.recordings_dir / MARKER).unlink()
-    call = pi.backend.end_call(events=0)
-    before = sorted(os.listdir(pi.backend.recordings_dir))
-
-    result = pi.once(code=75)
-
-    assert "not the one we know" in result.stderr
-    assert pi.db.pending() == [call.seq("recording_file")]
-    assert sorted(os.listdir(pi.backend.recordings_dir)) == before
-    assert len(pi.frontend.uploads) == 1

@@ -1,9 +1,7 @@
 """Entries of a type that go elsewhere: an endpoint of its own, as the outbox protocol wants it."""
 
-import contextlib
 import hashlib
 import json
-import socket
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,13 +11,13 @@ from typing import Any
 
 import pytest
 
-import serversync
 from agent import Agent, AgentFactory
 from backend import Backend
-from frontend import Frontend, Reply, Request, script
+from frontend import Frontend, Reply, Request
 from ledger import counter, dead, failures, let_hours_pass, receipts, waiting
 from pg import Database
 from pi import Pi
+from proxy import blackhole
 from serversync import Answer, ConfigError, Fate, confirm_order, load_config
 from waiting import wait_until
 
@@ -96,48 +94,53 @@ def outages(agent: Agent) -> dict[str, str]:
 
 
 def test_the_payload_itself_goes_to_the_route_and_all_else_to_the_frontend(
-    pi: Routed, tmp_path: Path
+    pi: Routed, shop: Receiver, tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("of-the-broker\n")
-    pi.order(idempotency_key="order-1", size=1)
+    seq = pi.order(idempotency_key="order-1", size=1)
     pi.order(idempotencyKey="order-2")
+    payloads: list[Any] = [None, 7, "text", [1, 2], {"deep": [{"a": "é\u2028"}]}]
+    for payload in payloads:
+        pi.db.execute(
+            "insert into sync_outbox (entity_type, entity_id, payload) values ('order', %s, %s)",
+            (str(uuid.uuid4()), json.dumps(payload)),
+        )
+    for key in ("a\r\nX-Evil: 1", "注文 7", "x" * 5000):  # it may hold anything
+        pi.order(idempotency_key=key)
+    pi.backend.enqueue("payment", {"yen": 7})
     call = pi.backend.end_call()
-    pi.run(SYNC_TOKEN="of-the-frontend", SYNC_ROUTE_ORDER_TOKEN_FILE=tmp_path / "token")
+    pi.run(
+        SYNC_TOKEN="of-the-frontend",
+        SYNC_ROUTE_ORDER_TOKEN_FILE=tmp_path / "token",
+        SYNC_ROUTE_PAYMENT=shop.url,
+    )
     pi.wait_delivered()
-    assert pi.broker.taken == [
+    assert pi.broker.taken[:7] == [
         {"item": "pizza", "idempotency_key": "order-1", "size": 1},
         {"item": "pizza", "idempotencyKey": "order-2"},
+        *payloads,
     ]
-    assert pi.broker.keys == ["order-1", "order-2"]
+    assert len(pi.broker.taken) == 10 and pi.broker.keys[:2] == ["order-1", "order-2"]
+    assert all(0 < len(str(key)) < 2500 for key in pi.broker.keys)
     for request in pi.broker.requests:
         assert (request.method, request.path) == ("POST", "/v1/orders/")
         assert request.headers["Content-Type"] == "application/json"
         assert request.headers["Authorization"] == "Bearer of-the-broker"
         assert request.headers["X-Serversync-Device"] == "test-device"
-    assert [entry["entityType"] for entry in pi.frontend.entries].count("order") == 0
+        assert "X-Evil" not in request.headers
+    # A route without a token file of its own hears of no token.
+    assert shop.taken == [{"yen": 7}] and "Authorization" not in shop.requests[0].headers
     assert len(pi.frontend.entries) == 4 and pi.frontend.files[call.call_log_id]
     assert {r.headers["Authorization"] for r in pi.frontend.requests} == {"Bearer of-the-frontend"}
 
-
-def test_without_a_token_file_of_its_own_a_route_hears_of_no_token(pi: Routed) -> None:
-    pi.order()
-    pi.run(SYNC_TOKEN="of-the-frontend")
-    wait_until(lambda: pi.broker.taken)
-    assert "Authorization" not in pi.broker.requests[0].headers
-
-
-def test_the_receipt_has_the_key_and_the_digests_of_request_and_answer(pi: Routed) -> None:
-    seq = pi.order(idempotency_key="order-1")
-    pi.run()
-    pi.wait_delivered()
-    (receipt,) = receipts(pi.db)
+    [receipt] = [receipt for receipt in receipts(pi.db) if receipt["first_seq"] == seq]
     body = pi.broker.requests[0].body or b""
-    assert (receipt["first_seq"], receipt["last_seq"], receipt["outcome"]) == (seq, seq, "sent")
+    assert (receipt["last_seq"], receipt["outcome"]) == (seq, "sent")
     assert receipt["idempotency_key"] == "order-1"
     assert receipt["request_sha256"] == hashlib.sha256(body).hexdigest()
     assert receipt["answer_sha256"] == hashlib.sha256(json.dumps(TAKEN).encode()).hexdigest()
     assert receipt["http_status"] == 200
-    assert counter(pi.db, "sent", "order") == 1
+    assert counter(pi.db, "sent", "order") == 10
 
 
 def test_without_a_key_in_the_payload_each_entry_has_its_own_and_keeps_it(pi: Routed) -> None:
@@ -159,16 +162,6 @@ def test_without_a_key_in_the_payload_each_entry_has_its_own_and_keeps_it(pi: Ro
     assert len(pi.broker.taken) == 2 and pi.broker.taken[0] == pi.broker.taken[1]
 
 
-def test_a_key_may_hold_anything(pi: Routed) -> None:
-    for key in ("a\r\nX-Evil: 1", "注文 7", "x" * 5000):
-        pi.order(idempotency_key=key)
-    pi.run()
-    pi.wait_delivered()
-    assert len(pi.broker.taken) == 3
-    assert not [request for request in pi.broker.requests if "X-Evil" in request.headers]
-    assert all(0 < len(str(key)) < 2500 for key in pi.broker.keys)
-
-
 @pytest.mark.parametrize("status", [200, 409])
 def test_an_answer_may_repeat_the_key_as_the_payload_has_it(pi: Routed, status: int) -> None:
     """The header has it in ASCII. A 409 has a text as its key, as everywhere."""
@@ -187,41 +180,23 @@ def test_an_answer_may_repeat_the_key_as_the_payload_has_it(pi: Routed, status: 
     assert [receipt["outcome"] for receipt in receipts(pi.db)] == [outcome] * 3
 
 
-def test_any_payload_goes_as_it_is(pi: Routed) -> None:
-    payloads: list[Any] = [None, 7, "text", [1, 2], {"deep": [{"a": "é\u2028"}]}]
-    for payload in payloads:
-        pi.db.execute(
-            "insert into sync_outbox (entity_type, entity_id, payload) values ('order', %s, %s)",
-            (str(uuid.uuid4()), json.dumps(payload)),
-        )
-    pi.run()
-    pi.wait_delivered()
-    assert pi.broker.taken == payloads
-
-
-def test_an_entry_that_is_too_large_is_dead_and_blocks_nothing(pi: Routed) -> None:
-    noise = "".join(str(uuid.uuid4()) for _ in range(500))
-    large = pi.order(noise=noise)
-    pi.order()
-    pi.run(SYNC_ENTRY_MAX_BYTES=4096)
-    pi.wait_delivered()
-    assert dead(pi.db) == {large: "TOO_LARGE"} and len(pi.broker.taken) == 1
-
-
-def test_an_entry_that_is_too_large_as_text_takes_no_memory(pi: Routed) -> None:
-    """What is stored is compressed: 100 MB of the same letter are 1 MB there."""
+def test_an_entry_that_is_too_large_is_dead_blocks_nothing_and_takes_no_memory(pi: Routed) -> None:
+    """As it is stored, or as text: compressed, 100 MB of the same letter are 1 MB."""
     running = pi.run()
     pi.order()
     wait_until(lambda: pi.broker.taken)
     before = running.rss_peak_kib()
     enqueue = """
         insert into sync_outbox (entity_type, entity_id, payload)
-        select 'order', gen_random_uuid(), jsonb_build_object('a', repeat('x', 100000000))
+        select 'order', gen_random_uuid(), jsonb_build_object('a', text) from (
+            select repeat('x', 100000000) union all
+            select string_agg(md5(n::text), '') from generate_series(1, 300000) n) a(text)
         returning id
     """
-    large = pi.db.value(enqueue)
+    large = [seq for (seq,) in pi.db.rows(enqueue)]
+    pi.order()
     pi.wait_delivered()
-    assert dead(pi.db) == {large: "TOO_LARGE"}
+    assert dead(pi.db) == dict.fromkeys(large, "TOO_LARGE") and len(pi.broker.taken) == 2
     assert running.rss_peak_kib() - before < 20 * 1024
 
 
@@ -233,16 +208,13 @@ KEY = "k-1"
 @pytest.mark.parametrize(
     ("status", "body", "fate"),
     [
-        (200, {}, Fate.SENT),
         (201, {"id": 7, "status": "accepted"}, Fate.SENT),
         (202, {"ok": True, "idempotencyKey": KEY}, Fate.SENT),
         (200, {"idempotency_key": KEY, "key": "orders/7.json"}, Fate.SENT),
         (200, {"ok": 1}, Fate.SENT),
-        (409, {"code": "ALREADY_PROCESSED"}, Fate.SENT),
         (409, {"error": {"code": "ALREADY_PROCESSED"}}, Fate.SENT),
         (409, {"idempotency_key": KEY}, Fate.SENT),
         (409, {"error": "a request with this key is running"}, Fate.SUSPECT),
-        (409, {}, Fate.SUSPECT),
         (200, {"ok": False}, Fate.SUSPECT),
         (200, {"ok": True, "idempotencyKey": "another"}, Fate.SUSPECT),
         (200, {"idempotency_key": None}, Fate.SUSPECT),
@@ -251,10 +223,7 @@ KEY = "k-1"
         (204, None, Fate.SUSPECT),
         (302, {}, Fate.SUSPECT),
         (400, {"error": "no"}, Fate.REJECTED),
-        (422, {"error": "no"}, Fate.REJECTED),
         (400, None, Fate.SUSPECT),
-        (401, {}, Fate.SUSPECT),
-        (429, {}, Fate.SUSPECT),
         (500, {}, Fate.SUSPECT),
     ],
 )
@@ -264,42 +233,6 @@ def test_what_an_answer_says_of_an_order(status: int, body: Any, fate: Fate) -> 
     assert confirm_order(Answer(status, text, complete=False), KEY).fate is not Fate.SENT or (
         status == 409
     )
-
-
-def test_an_answer_that_is_no_json_object_is_no_confirmation(pi: Routed) -> None:
-    pi.broker.next = lambda _: Reply(200, body="<html>Welcome to our captive portal</html>")
-    seq = pi.order()
-    running = pi.run()
-    wait_until(lambda: waiting(pi.db))
-    assert failures(pi.db)[seq][0] == "BAD_RESPONSE"
-    pi.broker.next = lambda _: None
-    running.hup()
-    pi.wait_delivered()
-
-
-def test_5xx_is_retried_with_exponential_backoff_until_it_gets_through(pi: Routed) -> None:
-    pi.broker.next = script(Reply(500), Reply(503), Reply(502))
-    seq = pi.order()
-    running = pi.run()
-    latest = {}
-    for tries in (1, 2, 3):
-        wait_until(lambda tries=tries: failures(pi.db).get(seq, ("", 0, 0))[1] == tries)  # type: ignore[misc]
-        row = waiting(pi.db)[seq]
-        latest[tries] = (row["next_attempt_at"] - row["updated_at"]).total_seconds()
-        let_hours_pass(pi.db)
-    assert all(delay <= 2**tries + 0.1 for tries, delay in latest.items())
-    pi.wait_delivered()
-    assert len(pi.broker.requests) == 4 and len(set(pi.broker.keys)) == 1
-    assert len(pi.broker.taken) == 1 and running.running
-
-
-def test_400_is_a_dead_letter_at_once(pi: Routed) -> None:
-    pi.broker.next = script(Reply(400, body={"error": "no such item"}))
-    bad, good = pi.order(), pi.order()
-    pi.run()
-    pi.wait_delivered()
-    assert dead(pi.db) == {bad: "BAD_REQUEST"}
-    assert len(pi.broker.requests) == 2 and good
 
 
 def test_429_waits_as_long_as_it_was_told(pi: Routed) -> None:
@@ -400,7 +333,7 @@ def test_a_route_that_is_down_holds_up_neither_calls_nor_other_routes(
     pi.broker.next = lambda _: Reply(stall=60)
     stuck = pi.order()
     running = pi.agent(SYNC_ROUTE_ORDER=pi.broker.url, SYNC_ROUTE_PAYMENT=shop.url)
-    wait_until(lambda: pi.broker.requests)
+    running.wait_sentence(f"sending entry {stuck} by route order")  # nor "all delivered"
     call = pi.backend.end_call()
     pi.backend.enqueue("payment", {"yen": 7})
     wait_until(lambda: pi.db.pending() == [stuck])
@@ -415,12 +348,7 @@ def test_a_route_that_is_down_holds_up_neither_calls_nor_other_routes(
 
 def test_a_route_that_takes_no_connection_holds_up_nothing_for_long(pi: Routed) -> None:
     """Its SYN is never answered: however long that may take elsewhere."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
-        for _ in range(4):
-            waits = stack.enter_context(socket.socket())
-            waits.setblocking(False)
-            waits.connect_ex(full.getsockname())
-        url = f"http://127.0.0.1:{full.getsockname()[1]}/"
+    with blackhole() as url:
         stuck = pi.order()
         running = pi.agent(
             SYNC_ROUTE_ORDER=url, SYNC_ROUTE_PAYMENT=pi.broker.url, SYNC_TIMEOUT_SEC=600
@@ -430,14 +358,6 @@ def test_a_route_that_takes_no_connection_holds_up_nothing_for_long(pi: Routed) 
         pi.backend.enqueue("payment", {"yen": 7})
         wait_until(lambda: pi.db.pending() == [stuck])
     assert pi.frontend.files[call.call_log_id] and pi.broker.taken == [{"yen": 7}]
-
-
-def test_nobody_says_that_all_is_delivered_while_a_route_has_not_answered(pi: Routed) -> None:
-    pi.broker.next = lambda _: Reply(stall=60)
-    running = pi.run()
-    running.wait_sentence("all delivered")
-    seq = pi.order()
-    running.wait_sentence(f"sending entry {seq} by route order")
 
 
 def test_what_a_route_that_is_down_has_not_taken_goes_to_the_frontend_when_the_route_is_gone(
@@ -491,10 +411,16 @@ def test_orders_of_one_entity_never_pass_each_other(pi: Routed) -> None:
 def test_an_order_that_always_fails_is_charged_and_dead_in_the_end_while_others_go(
     pi: Routed,
 ) -> None:
-    pi.broker.next = lambda request: Reply(500) if b'"bad"' in (request.body or b"") else None
-    bad = pi.order(why="bad")
+    def answer(request: Request) -> Reply | None:
+        if b'"rejected"' in (request.body or b""):
+            return Reply(400, body={"error": "no such item"})
+        return Reply(500) if b'"bad"' in (request.body or b"") else None
+
+    pi.broker.next = answer
+    rejected, bad = pi.order(why="rejected"), pi.order(why="bad")
     pi.run(SYNC_RETRY_MAX=2, SYNC_RETRY_HOURS=1)
     wait_until(lambda: failures(pi.db).get(bad))
+    assert dead(pi.db) == {rejected: "BAD_REQUEST"}  # at once
     for _ in range(2):
         tries = failures(pi.db)[bad][1]
         for _ in range(3):
@@ -507,7 +433,8 @@ def test_an_order_that_always_fails_is_charged_and_dead_in_the_end_while_others_
             )  # type: ignore[misc]
         )
     pi.wait_delivered()
-    assert dead(pi.db) == {bad: "FRONTEND_5XX"} and len(pi.broker.taken) == 6
+    assert dead(pi.db) == {rejected: "BAD_REQUEST", bad: "FRONTEND_5XX"}
+    assert len(pi.broker.taken) == 6
 
 
 def test_once_sends_what_is_routed_and_says_what_is_left(pi: Routed) -> None:
@@ -574,10 +501,3 @@ def test_a_route_that_cannot_be_is_refused(given: dict[str, str], said: str) -> 
         load_config(REQUIRED | given)
     (problem,) = error.value.problems
     assert said in problem and "secret" not in problem
-
-
-def test_the_tokens_of_routes_are_secrets(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("Tk-of-the-broker")
-    given = {"SYNC_ROUTE_ORDER": "https://h", "SYNC_ROUTE_ORDER_TOKEN_FILE": f"{tmp_path}/token"}
-    serversync.configure_logging(load_config(REQUIRED | given))
-    assert "Tk-of" not in serversync.mask("it said Tk-of-the-broker")

@@ -23,7 +23,7 @@ from ledger import hold, uploads, waiting
 from machine import in_mounts, needs_root
 from pg import Database
 from pi import Pi
-from proxy import Proxy
+from proxy import Proxy, blackhole
 from waiting import wait_until
 
 WATCHDOG_SEC = 6.0  # the unit has 90; shorter than every deadline
@@ -316,18 +316,6 @@ def test_once_ends_with_its_exit_code_whatever_a_sighup_made_due(pi: Pi) -> None
 
 
 @contextlib.contextmanager
-def blackhole() -> Iterator[str]:
-    """A URL where connects neither succeed nor fail: a listener with a full backlog."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(listener.getsockname())
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-@contextlib.contextmanager
 def silent_listener() -> Iterator[str]:
     """A URL whose server accepts and then never says a word: no TLS handshake comes to its end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -363,18 +351,6 @@ class Stage:
 def in_a_hanging_request(stage: Stage) -> Agent:
     stage.frontend.on_entries = lambda request: Reply(stall=60)
     return stage.start_until(lambda: stage.frontend.requests[0].entries)
-
-
-def in_an_answer_that_trickles(stage: Stage) -> Agent:
-    stage.frontend.on_entries = lambda request: Reply(body={"ok": True}, trickle=0.4)
-    return stage.start_until(lambda: stage.frontend.requests[0].finished)
-
-
-def in_an_upload(stage: Stage) -> Agent:
-    stage.frontend.on_head = lambda request: (
-        None if request.kind != "file" else setattr(stage.frontend, "read_rate", 100_000)
-    )
-    return stage.start_until(lambda: stage.frontend.of_kind("file")[0].received > 50_000)
 
 
 def in_a_stalled_upload(stage: Stage) -> Agent:
@@ -500,8 +476,6 @@ HANGING = (
     "situation",
     [
         *(pytest.param(each, marks=[needs_root] * (each in LOOK_UPS)) for each in HANGING),
-        in_an_answer_that_trickles,
-        in_an_upload,
         in_an_outage,
         without_a_database,
         with_a_locked_table,
@@ -662,31 +636,6 @@ def test_state_file_says_who_since_when_and_what(pi: Pi) -> None:
     }
     pi.backend.end_call(recording=False)
     wait_until(lambda: "last: 3 entries" in running.state()["sentence"], what="the sentence")
-
-
-def test_state_file_shows_an_upload_s_progress_and_then_its_end(
-    pi: Pi, notify: NotifySocket
-) -> None:
-    running = pi.idle(notify=notify)
-    pi.frontend.read_rate = 500_000
-    call = pi.backend.end_call(seconds=90)
-
-    def upload() -> dict[str, Any] | None:
-        progress: dict[str, Any] = running.state()["progress"] or {}
-        return progress if progress.get("kind") == "upload" else None
-
-    progress = wait_until(upload, what="progress")
-    assert progress is not None and set(progress) == {"kind", "seq", "bytes", "size", "seconds"}
-    assert progress["seq"] == call.seq("recording_file")
-    assert progress["size"] == call.size
-    assert 0 <= progress["bytes"] <= call.size and progress["seconds"] >= 0
-    running.hup()  # what follows has other connections; this one goes on
-    running.wait_log("was read again")
-    wait_until(lambda: (upload() or {"bytes": 0})["bytes"] > progress["bytes"], what="more of it")
-    notify.wait_for("and 1 recording at")
-    # Not before the next poll in five minutes, but now.
-    wait_until(lambda: "and 1 recording at" in running.state()["sentence"], 60, "the end")
-    assert running.state()["progress"] is None
 
 
 def test_state_file_shows_how_far_a_drain_is(pi: Pi) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from frontend import Frontend, Reply
-from ledger import dead, failures, let_hours_pass
+from ledger import dead, failures
 from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
@@ -190,19 +190,6 @@ def test_certificate_for_another_name_is_an_outage(
         url = f"https://{host}:{secure.port}"
         said = assert_tls_outage(pi, secure, FRONTEND_BASE_URL=url, SYNC_CA_FILE=authority.ca.cert)
     assert host in said and HINT not in said
-
-
-def test_plain_http_to_a_tls_port_kills_nothing(
-    pi: Pi, secure: Frontend, trusting: dict[str, Any]
-) -> None:
-    call = pi.backend.end_call()
-    ended = pi.agent.once(FRONTEND_BASE_URL=f"http://127.0.0.1:{secure.port}")
-    assert ended.returncode in (69, 75)
-    assert "Traceback" not in ended.stderr
-    assert pi.db.pending() == call.seqs and dead(pi.db) == {}
-    let_hours_pass(pi.db)
-    pi.once(**trusting)
-    assert secure.playable(call.recording_id)
 
 
 def test_running_agent_recovers_by_sighup_when_the_ca_is_put_right(

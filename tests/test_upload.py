@@ -1,8 +1,6 @@
 """Uploads: what goes over the wire, what counts as a confirmation, and what may go wrong."""
 
 import dataclasses
-import email
-import email.policy
 import hashlib
 import json
 import os
@@ -11,8 +9,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from email.message import EmailMessage
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +18,11 @@ from typing import Any
 import pytest
 
 from agent import Agent
-from backend import Call, write_wav
+from backend import Call
 from frontend import FILE_PATH, Frontend, Reply, Request, script
 from ledger import dead, failures, hold, let_hours_pass, uploads, waiting
 from pg import Database
 from pi import Pi
-from proxy import Proxy
 from waiting import wait_until
 
 LONG = 60.0  # seconds of audio, 1.9 MB: more than all buffers on the way hold
@@ -38,16 +34,10 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def wait_for_upload(frontend: Frontend, number: int = 1) -> Request:
-    """Until that upload (counted from one) is under way."""
-
-    def under_way() -> Request | None:
-        request = frontend.of_kind("file")[number - 1]
-        return request if request.received else None
-
-    found = frontend.wait(under_way, what=f"upload {number}")
-    assert isinstance(found, Request)
-    return found
+def wait_for_upload(frontend: Frontend) -> Request:
+    """Until the first upload is under way."""
+    frontend.wait(lambda: frontend.of_kind("file")[0].received, what="an upload")
+    return frontend.of_kind("file")[0]
 
 
 def is_long(request: Request) -> bool:
@@ -84,21 +74,6 @@ def assert_not_uploaded(pi: Pi, call: Call) -> None:
 # -- the wire -------------------------------------------------------------------------------------
 
 
-def parse(request: Request) -> list[EmailMessage]:
-    """The parts of an upload, as Python's email package reads them."""
-    assert request.body is not None
-    head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
-    message = email.message_from_bytes(head + request.body, policy=email.policy.HTTP)
-    assert isinstance(message, EmailMessage) and not message.defects
-    return list(message.iter_parts())  # type: ignore[arg-type]
-
-
-def content(part: EmailMessage) -> bytes:
-    payload = part.get_payload(decode=True)
-    assert isinstance(payload, bytes)
-    return payload
-
-
 def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
     pi.frontend.keep_bodies = True
     metas = [
@@ -127,18 +102,6 @@ def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
         kind, _, boundary = request.headers["Content-Type"].partition("; boundary=")
         assert kind == "multipart/form-data"
         assert re.fullmatch(r"[A-Za-z0-9-]{1,70}", boundary)
-        parts = parse(request)
-        assert [part.get_param("name", header="content-disposition") for part in parts] == [
-            "callLogId", "recordingId", "meta", "audio",
-        ]  # fmt: skip
-        assert [part.get_content_type() for part in parts] == [
-            "text/plain", "text/plain", "application/json", "application/octet-stream",
-        ]  # fmt: skip
-        assert [part.get_filename() for part in parts] == [None, None, "meta.json", filename]
-        assert {part.get_content_disposition() for part in parts} == {"form-data"}
-        assert [content(part) for part in parts] == [
-            call.call_log_id.encode(), call.recording_id.encode(), meta, audio,
-        ]  # fmt: skip
         line = b"--" + boundary.encode() + b"\r\nContent-Disposition: form-data; name="
         assert request.body == (
             line + b'"callLogId"\r\nContent-Type: text/plain\r\n\r\n'
@@ -151,6 +114,7 @@ def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
             + b'"\r\nContent-Type: application/octet-stream\r\n\r\n'
             + audio + b"\r\n--" + boundary.encode() + b"--\r\n"
         )  # fmt: skip
+        assert boundary.encode() not in meta + audio
         assert request.headers.get_all("Content-Length") == [str(len(request.body))]
         assert request.raw_head.startswith(f"POST {FILE_PATH} HTTP/1.1\r\n".encode())
         for name in ("Transfer-Encoding", "Content-Encoding", "Expect"):
@@ -159,23 +123,6 @@ def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
         assert request.headers["X-Serversync-Device"] == "pi.kitchen"
         assert request.headers["Idempotency-Key"]
     assert len({request.headers["Idempotency-Key"] for request in requests}) == len(requests)
-
-
-def test_a_base_url_with_a_path_and_slashes_leads_to_the_contracts_path(
-    pi: Pi, tmp_path: Path
-) -> None:
-    with Frontend(tmp_path / "other", base_path="/voice/v2") as frontend:
-        call = pi.backend.end_call(events=0)
-        pi.once(FRONTEND_BASE_URL=frontend.url + "//")
-        sent = [(request.method, request.path) for request in frontend.requests]
-        assert sent[:3] == [
-            ("POST", "/voice/v2/api/ingest/sync"),
-            ("POST", "/voice/v2/api/ingest/recording-file"),
-            ("HEAD", f"/voice/v2/api/recordings/{call.call_log_id}"),
-        ]
-        [(method, path)] = sent[3:]
-        assert re.fullmatch("HEAD /voice/v2/api/recordings/[0-9a-f-]{36}", f"{method} {path}")
-        assert frontend.files[call.call_log_id].sha256 == call.sha256
 
 
 def test_the_same_file_has_the_same_key_and_a_changed_one_another(pi: Pi) -> None:
@@ -237,46 +184,33 @@ def test_a_confirmed_upload_is_recorded_as_a_whole_and_durably(pi: Pi) -> None:
 
 URL = "https://frontend.example/storage/recordings/x/mixed.wav"
 # One of each kind: URLs and sizes that are none of ours are rows of test_policy.py.
-UNCONFIRMED: list[Reply] = [
-    Reply(200, {}, {}),
-    Reply(200, {}, {"ok": True}),
-    Reply(200, {}, {"fileUrl": "/storage/recordings/x/mixed.wav"}),
-    Reply(200, {}, {"fileUrl": "https://x/y\r\nz"}),
-    Reply(200, {}, {"fileUrl": "https://x/" + "y" * 60_000}),
-    Reply(200, {}, {"ok": False, "fileUrl": URL}),
-    Reply(200, {}, b'["https://frontend.example/x"]'),
-    Reply(200, {}, b'{"fileUrl": "https://frontend.example/x"'),
-    Reply(200, {}, "<html>Sign in to the hotel's network</html>"),
-    Reply(200, {}, b""),
-    Reply(204),
-    Reply(200, {}, {"fileUrl": URL, "sizeBytes": 31}),
-    Reply(200, {}, {"fileUrl": URL, "sha256": hashlib.sha256(b"").hexdigest()}),
-    Reply(200, {}, {"fileUrl": URL, "sha256": "no digest"}),
-    Reply(302, {"Location": "/login"}),
-    Reply(307, {"Location": FILE_PATH}),
-    Reply(409, {}, {"error": "CONFLICT", "fileUrl": URL}),
-    Reply(409, {}, {"ok": True, "code": "ALREADY_PROCESSED"}),
-    Reply(400, {}, "<html>Bad Request</html>"),
-    Reply(401, {}, {"error": "unauthorized"}),
-    Reply(404, {}, {"error": "not found"}),
-    Reply(413, {}, "<html>Request Entity Too Large</html>"),
-    Reply(500, {}, {"fileUrl": URL}),
+UNCONFIRMED: list[tuple[str, Reply]] = [
+    ("BAD_RESPONSE", Reply(200, {}, {"ok": True})),
+    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": "/storage/recordings/x/mixed.wav"})),
+    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": "https://x/" + "y" * 60_000})),
+    ("BAD_RESPONSE", Reply(200, {}, {"ok": False, "fileUrl": URL})),
+    ("BAD_RESPONSE", Reply(200, {}, "<html>Sign in to the hotel's network</html>")),
+    ("BAD_RESPONSE", Reply(200, {}, b"")),
+    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": URL, "sizeBytes": 31})),
+    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": URL, "sha256": hashlib.sha256(b"").hexdigest()})),
+    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": URL, "sha256": "no digest"})),
+    ("REDIRECTED", Reply(307, {"Location": FILE_PATH})),
+    ("CONFLICT", Reply(409, {}, {"error": "CONFLICT", "fileUrl": URL})),
+    ("CONFLICT", Reply(409, {}, {"ok": True, "code": "ALREADY_PROCESSED"})),
+    ("UNAUTHORIZED", Reply(401, {}, {"error": "unauthorized"})),
+    ("TOO_LARGE", Reply(413, {}, "<html>Request Entity Too Large</html>")),
+    ("FRONTEND_5XX", Reply(500, {}, {"fileUrl": URL})),
 ]
-CODES = {
-    204: "BAD_RESPONSE", 302: "REDIRECTED", 307: "REDIRECTED", 409: "CONFLICT",
-    400: "BAD_RESPONSE", 401: "UNAUTHORIZED", 404: "NOT_FOUND", 413: "TOO_LARGE",
-    500: "FRONTEND_5XX",
-    200: "BAD_RESPONSE",
-}  # fmt: skip
 
 
 def test_only_an_answer_in_the_contracts_words_is_a_confirmation(pi: Pi) -> None:
-    bad: list[tuple[Call, Reply]] = []
+    bad: list[tuple[Call, str]] = []
     good: list[Call] = []
-    for reply in UNCONFIRMED:
-        bad.append((pi.backend.end_call(events=0, seconds=0.1), reply))
+    replies: dict[str, Reply] = {}
+    for code, reply in UNCONFIRMED:
+        bad.append((pi.backend.end_call(events=0, seconds=0.1), code))
         good.append(pi.backend.end_call(events=0, seconds=0.1))  # so that it is no outage
-    replies = {call.call_log_id: reply for call, reply in bad}
+        replies[bad[-1][0].call_log_id] = reply
 
     def answer(request: Request) -> Reply | None:
         assert request.file is not None
@@ -289,9 +223,9 @@ def test_only_an_answer_in_the_contracts_words_is_a_confirmation(pi: Pi) -> None
     for call in good:
         assert pi.backend.upload_status(call)[0] == "uploaded"
     assert not dead(pi.db)
-    for call, reply in bad:
+    for call, code in bad:
         assert_not_uploaded(pi, call)
-        assert failures(pi.db)[call.seq("recording_file")][0] == CODES[reply.status], reply
+        assert failures(pi.db)[call.seq("recording_file")][0] == code, replies[call.call_log_id]
 
     pi.frontend.on_file = None
     let_hours_pass(pi.db, 72)
@@ -305,23 +239,16 @@ def test_only_an_answer_in_the_contracts_words_is_a_confirmation(pi: Pi) -> None
 def test_size_and_digest_in_the_answer_may_confirm_and_odd_urls_are_kept_as_they_are(
     pi: Pi,
 ) -> None:
-    calls = [pi.backend.end_call(events=0, seconds=0.1) for _ in range(7)]
-    known = [(call.size, call.sha256) for call in calls]
+    calls = [pi.backend.end_call(events=0, seconds=0.1) for _ in range(3)]
     answers: list[dict[str, Any]] = [
-        {"fileUrl": URL, "sizeBytes": known[0][0]},
-        {"fileUrl": URL, "sizeBytes": known[1][0], "sha256": known[1][1]},
-        {"fileUrl": URL, "sha256": known[2][1].upper()},
-        {"fileUrl": "http://localhost:3000/x", "sizeBytes": None, "sha256": None},
-        {"fileUrl": URL + "?a=1&b=%20#é", "ok": True, "more": [1]},
-        {"fileUrl": URL, "code": "ALREADY_PROCESSED"},
-        {"fileUrl": URL},
+        {"fileUrl": URL, "sizeBytes": calls[0].size, "sha256": calls[0].sha256},
+        {"fileUrl": URL, "sha256": calls[1].sha256.upper(), "code": "ALREADY_PROCESSED"},
+        {"fileUrl": "http://localhost:3000/x?a=1&b=%20#é", "sizeBytes": None, "sha256": None},
     ]
-    statuses = [200, 200, 200, 200, 200, 409, 201]
-    replies = {
-        call.call_log_id: Reply(status, {}, body, store=True)
-        for call, status, body in zip(calls, statuses, answers, strict=True)
-    }
-    pi.frontend.on_file = lambda request: replies[request.file.call_log_id]  # type: ignore[union-attr]
+    statuses = (200, 409, 201)
+    pi.frontend.on_file = script(
+        *(Reply(each, {}, body, store=True) for each, body in zip(statuses, answers, strict=True))
+    )
 
     pi.once()
 
@@ -370,10 +297,8 @@ def test_half_of_the_audio_with_a_200_is_not_confirmed_by_the_default_configurat
         (Reply(200, {"Content-Length": "1234"}), 4),  # a single-page application
         (Reply(404), 4),
         (Reply(401, {}, {"error": "sign in"}), 6),
-        (Reply(405), 6),
-        (Reply(302, {"Location": "/login"}), 6),
     ],
-    ids=["a page for everything", "no such page", "a login", "GET only", "a redirect"],
+    ids=["a page for everything", "no such page", "a login"],
 )
 def test_a_head_that_never_agrees_costs_nothing_but_a_line(pi: Pi, reply: Reply, most: int) -> None:
     pi.frontend.on_head = lambda request: reply if request.method == "HEAD" else None
@@ -453,123 +378,21 @@ def test_a_look_that_tells_nothing_is_taken_again_before_the_upload_is(pi: Pi) -
     assert pi.frontend.files[long.call_log_id].count == 2 and not long.directory.exists()
 
 
-def test_a_stray_second_answer_confirms_neither_the_next_recording_nor_the_next_entries(
-    pi: Pi,
-) -> None:
-    def twice(answer: dict[str, object], store: bool = True) -> Reply:
-        text = json.dumps(answer).encode()
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-        head += b"Content-Length: %d\r\n\r\n" % len(text)
-        return Reply(200, {"Content-Length": str(len(text))}, text + head + text, store=store)
-
-    stored = script(twice({"fileUrl": URL}))
-    pi.frontend.on_file = lambda request: stored(request) or Reply(500)
-    taken = script(twice({"ok": True}))
-    pi.frontend.on_entries = lambda request: (
-        taken(request) or (Reply(500) if request.kind == "entries" else None)
-    )
-    verify: dict[str, Any] = {"SYNC_VERIFY_PATH": ""}  # of the answers alone
-    calls = [pi.backend.end_call(events=0) for _ in range(2)]
-    running = pi.agent(**verify)
-    wait_until(lambda: calls[1].seq("recording_file") in failures(pi.db), state=running.log)
-    refused = pi.backend.enqueue()
-    wait_until(lambda: refused in failures(pi.db), state=running.log)
-    running.stop()
-
-    assert pi.backend.upload_status(calls[0])[0] == "uploaded"
-    assert_not_uploaded(pi, calls[1])
-    assert refused in pi.db.pending()
-    pi.frontend.on_file = pi.frontend.on_entries = None
-    let_hours_pass(pi.db)
-    pi.once(**verify)
-    assert pi.frontend.files[calls[1].call_log_id].sha256 == calls[1].sha256
-
-
-def test_a_lock_on_one_recording_keeps_nothing_else(pi: Pi) -> None:
-    running = pi.agent()
-    locked = pi.backend.end_call(events=0)
-    pi.wait_file(locked)
-    pi.wait_delivered()
-    with pi.db.connect(autocommit=False) as connection:
-        held = pi.backend.end_call(events=0, audio=False, meta=False)
-        connection.execute("select from recordings where id = %s for update", (held.recording_id,))
-        write_wav(held.wav, 1, "audio")
-        pi.backend.write_meta(held)
-        let_hours_pass(pi.db)
-        pi.wait_file(held)
-        for _ in range(3):
-            call = pi.backend.end_call(events=1)
-            pi.wait_file(call)
-            wait_until(
-                lambda: set(pi.db.pending()) <= {held.seq("recording_file")},
-                10, "all others to be recorded", running.log,
-            )  # fmt: skip
-            assert pi.backend.upload_status(call)[0] == "uploaded"
-            wait_until(partial(lambda path: not path.exists(), call.directory), what="the deletion")
-        assert pi.db.pending() == [held.seq("recording_file")]
-        assert held.wav.exists()
-    pi.wait_delivered()
-    assert pi.backend.upload_status(held)[0] == "uploaded"
-    wait_until(lambda: not held.directory.exists(), what="its deletion", state=running.log)
-    assert pi.frontend.files[held.call_log_id].count == 1 and not dead(pi.db)
-
-
-@pytest.mark.parametrize("when", ["in the body", "before the answer"])
-def test_an_upload_under_way_when_the_database_is_lost_is_recorded_or_repeated(
-    pi: Pi, proxy: Proxy, when: str
-) -> None:
-    answer = threading.Event()
-    if when == "in the body":
-        pi.frontend.read_rate = 4 * CRAWL
-    else:
-        pi.frontend.on_file = lambda _: Reply(500) if not answer.wait(60) else None
-    call, other = pi.backend.end_call(events=0, seconds=LONG), pi.backend.end_call(events=0)
-    running = pi.agent(DATABASE_URL=pi.db.url_through(proxy.port))
-    request = wait_for_upload(pi.frontend)
-    if when == "before the answer":
-        pi.frontend.wait(lambda: request.file, what="the whole body")
-    for _ in range(2):
-        proxy.refuse()
-        proxy.cut()
-        running.wait_log("the database connection is lost")
-        proxy.resume()
-        pi.wait_entry(pi.backend.enqueue())  # it is there again
-    pi.frontend.read_rate = None
-    answer.set()
-    pi.wait_delivered(40)
-    for each in (call, other):
-        pi.assert_stored(each)
-        wait_until(partial(lambda path: not path.exists(), each.directory), what="the deletion")
-    assert pi.frontend.files[call.call_log_id].count <= 2 and not dead(pi.db)
-
-
 def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(pi: Pi) -> None:
-    answers = {400: "BAD_REQUEST", 422: "BAD_REQUEST"}
-    calls = {status: pi.backend.end_call(events=0) for status in answers}
-    known = {status: pi.backend.end_call(events=0) for status in answers}
+    new, known = (pi.backend.end_call(events=0) for _ in range(2))
     kept = "https://frontend.example/earlier.wav"
-    for call in known.values():
-        pi.db.execute(
-            "update recordings set upload_status = 'uploaded', s3_url = %s where id = %s",
-            (kept, call.recording_id),
-        )
-    statuses = {
-        call.call_log_id: status for group in (calls, known) for status, call in group.items()
-    }
+    pi.db.execute(
+        "update recordings set upload_status = 'uploaded', s3_url = %s where id = %s",
+        (kept, known.recording_id),
+    )
+    pi.frontend.on_file = lambda _: Reply(400, {}, {"error": "no such call log"})
 
-    def reject(request: Request) -> Reply | None:
-        assert request.file is not None
-        return Reply(statuses[request.file.call_log_id], {}, {"error": "no such call log"})
-
-    pi.frontend.on_file = reject
     pi.once(code=1)
 
-    for status, code in answers.items():
-        for call in (calls[status], known[status]):
-            assert dead(pi.db)[call.seq("recording_file")] == code
-            assert call.wav.is_file() and call.meta.is_file()
-        assert pi.backend.upload_status(calls[status]) == ("upload_failed", None)
-        assert pi.backend.upload_status(known[status]) == ("uploaded", kept)
+    assert dead(pi.db) == {call.seq("recording_file"): "BAD_REQUEST" for call in (new, known)}
+    assert all(call.wav.is_file() and call.meta.is_file() for call in (new, known))
+    assert pi.backend.upload_status(new) == ("upload_failed", None)
+    assert pi.backend.upload_status(known) == ("uploaded", kept)
     assert not pi.db.pending() and not uploads(pi.db)
 
 
@@ -632,22 +455,6 @@ def test_a_file_that_changes_during_its_upload_is_set_aside_and_sent_again(
 # -- speed, and what goes on meanwhile ------------------------------------------------------------
 
 
-def test_the_bandwidth_limit_paces_an_upload(pi: Pi) -> None:
-    call = pi.backend.end_call(events=0, seconds=20)
-    rate = 1600 * 125
-    running = pi.agent(SYNC_UPLOAD_KBPS=1600)
-    request = wait_for_upload(pi.frontend)
-    pi.frontend.wait(lambda: request.received >= request.length / 2, what="half of the body")
-    half = (request.finished or time.monotonic()) - request.started
-    pi.wait_file(call)
-    assert request.finished is not None
-    took = request.finished - request.started
-    # Only the lower bounds: a busy machine makes it slower.
-    assert took >= 0.5 * call.size / rate, (took, running.log())
-    assert half >= 0.15 * call.size / rate
-    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
-
-
 def test_after_a_stall_the_bandwidth_limit_is_kept(pi: Pi) -> None:
     rate = 800 * 125
     pi.backend.end_call(events=0, seconds=LONG)
@@ -695,26 +502,6 @@ def test_new_entries_arrive_while_a_large_file_travels_slowly(pi: Pi) -> None:
     assert len(pi.frontend.of_kind("file")) == 5  # none of them twice
 
 
-def test_new_entries_arrive_while_the_frontend_takes_its_time_to_store_a_file(pi: Pi) -> None:
-    stored = threading.Event()
-
-    def store(_: Request) -> None:
-        stored.wait(60)
-
-    pi.frontend.on_file = store
-    large = pi.backend.end_call(events=0, seconds=LONG)
-    pi.agent()
-    request = wait_for_upload(pi.frontend)
-    pi.frontend.wait(lambda: request.file, what="the whole body")
-    for _ in range(2):
-        pi.wait_entry(pi.backend.enqueue())
-    assert request.finished is None
-    stored.set()
-    pi.wait_delivered()
-    assert len(pi.frontend.of_kind("file")) == 1
-    assert pi.backend.upload_status(large)[0] == "uploaded"
-
-
 def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(pi: Pi) -> None:
     pi.frontend.read_rate = CRAWL
     large = pi.backend.end_call(events=0, seconds=LONG)
@@ -743,77 +530,32 @@ def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(pi: Pi) -> No
 # -- answers that come early, late or not at all --------------------------------------------------
 
 
-EARLY = {
-    "TOO_LARGE": Reply(413, {}, {"error": "too large"}, close=True),
-    "BAD_RESPONSE": Reply(200, {}, {"fileUrl": "https://f/x"}, close=True),
-    "CONFLICT": Reply(409, {}, {"fileUrl": "https://f/x", "code": "CONFLICT"}),
-    "NETWORK_RESET": Reply(reset=True),
-    "FRONTEND_5XX": Reply(507, {}, {"error": "No space left on device"}),
-}
-
-
-def end_early(frontend: Frontend, replies: Sequence[tuple[Call, Reply]]) -> None:
-    """Answers in the middle of the bodies of long uploads, which are known by their size."""
-
-    def hook(request: Request) -> Reply | None:
-        if not is_long(request):
-            return None
-        [reply] = [reply for call, reply in replies if 0 < request.length - call.size < 2000]
-        return dataclasses.replace(reply, after=200_000)
-
-    frontend.on_head = hook
-
-
 def test_what_ends_an_upload_early_is_no_confirmation(pi: Pi) -> None:
-    calls = []
-    for number in range(len(EARLY)):
+    early = {
+        "TOO_LARGE": Reply(413, {}, {"error": "too large"}, close=True),
+        "BAD_RESPONSE": Reply(200, {}, {"fileUrl": "https://f/x"}, close=True),
+        "CONFLICT": Reply(409, {}, {"fileUrl": "https://f/x", "code": "CONFLICT"}),
+        "NETWORK_RESET": Reply(reset=True),
+        "FRONTEND_5XX": Reply(507, {}, {"error": "No space left on device"}),
+    }
+    calls, replies = [], {}
+    for number, reply in enumerate(early.values()):
         calls.append(pi.backend.end_call(events=0, seconds=LONG + number))
+        replies[calls[-1].size] = dataclasses.replace(reply, after=200_000)
         pi.backend.end_call(events=0, seconds=0.1)  # so that it is no outage
-    end_early(pi.frontend, list(zip(calls, EARLY.values(), strict=True)))
+    # They are known by their size, as nobody has read their parts.
+    pi.frontend.on_head = lambda request: (
+        next(replies[size] for size in replies if 0 < request.length - size < 2000)
+        if is_long(request)
+        else None
+    )
     running = pi.agent()
     waits = [call.seq("recording_file") for call in calls]
     wait_until(lambda: pi.db.pending() == list(failures(pi.db)) == waits, state=running.log)
-    assert [code for code, _, _ in failures(pi.db).values()] == list(EARLY)
+    assert [code for code, _, _ in failures(pi.db).values()] == list(early)
     assert all(request.received < request.length for request in long_uploads(pi.frontend))
     for call in calls:
         assert_not_uploaded(pi, call)
-
-
-@pytest.mark.parametrize("code", ["TOO_LARGE", "NETWORK_RESET"])
-def test_what_ends_an_upload_early_is_charged_only_while_other_files_get_through(
-    pi: Pi, code: str
-) -> None:
-    settings: dict[str, Any] = {"SYNC_RETRY_MAX": 2, "SYNC_RETRY_HOURS": 24}
-    call = pi.backend.end_call(events=0, seconds=LONG)
-    seq = call.seq("recording_file")
-    end_early(pi.frontend, [(call, EARLY[code])])
-
-    def assert_waits(attempts: int) -> None:
-        pi.once(code=75, **settings)
-        [(seq_waiting, (code_waiting, _, charged))] = failures(pi.db).items()
-        assert (seq_waiting, code_waiting, charged) == (seq, code, attempts)
-        assert_not_uploaded(pi, call)
-
-    assert_waits(0)
-    pi.backend.enqueue_many(3)  # entries do not vouch for files
-    for others, attempts in ((2, 0), (3, 1), (3, None)):
-        for _ in range(others):
-            pi.backend.end_call(events=0, seconds=0.1)
-        hold(pi.db)
-        before = failures(pi.db)[seq][2]
-        assert_waits(before)  # the others went
-        let_hours_pass(pi.db, 72)
-        if attempts is not None:
-            assert_waits(attempts)
-            let_hours_pass(pi.db, 72)
-            assert_waits(attempts)  # nobody vouches for the frontend
-    assert not dead(pi.db)
-    let_hours_pass(pi.db, 72)
-    pi.once(code=1, **settings)
-    assert dead(pi.db) == {seq: code}
-    assert pi.backend.upload_status(call) == ("upload_failed", None)
-    assert call.wav.is_file() and call.meta.is_file()
-    assert call.call_log_id not in pi.frontend.files
 
 
 def test_a_body_that_was_moving_until_the_frontend_gave_up_is_never_charged(
@@ -874,13 +616,13 @@ def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
 def test_a_limit_below_the_rate_that_counts_as_stuck_does_not_end_an_upload(
     pi: Pi, hurry: Callable[..., None]
 ) -> None:
-    hurry(STALL_SEC=5)
-    call = pi.backend.end_call(events=0, seconds=0.1)  # 15 s at 250 bytes/s
+    hurry(STALL_SEC=2)
+    call = pi.backend.end_call(events=0, seconds=0.04)  # 8 s at 250 bytes/s
 
     pi.once(SYNC_UPLOAD_KBPS=2, timeout=150)
 
     [request] = pi.frontend.of_kind("file")
-    assert request.finished is not None and request.finished - request.started > 10
+    assert request.finished is not None and request.finished - request.started > 5
     assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
