@@ -480,6 +480,25 @@ def test_what_changed_before_it_came_into_the_trash_goes_back_but_over_nothing_n
     assert len(pi.frontend.uploads) == 3
 
 
+def test_a_kill_at_any_step_of_a_deletion_is_finished_by_the_next_start(
+    pi: Pi, tmp_path: Path
+) -> None:
+    """The others' files go first, which nobody could name afterwards; then ours are moved, and both
+    are removed, and the directory."""
+    settings: dict[str, Any] = {"SYNC_EXTRA_FILES": "delete"}
+    for name, last in (("renameat", 2), ("unlinkat", 5)):
+        for number in range(1, last + 1):
+            call = pi.backend.end_call(events=0, extra_files=("a.wav", "b.wav"))
+            inject = ("-e", f"trace={name}", "-e", f"inject={name}:signal=KILL:when={number}")
+            prefix = ("strace", "-f", "-o", str(tmp_path / "x"), *inject)
+            assert run_once(pi.agent.env(**settings), prefix=prefix).returncode < 0
+            assert uploads(pi.db) == [call.seq("recording_file")]
+            pi.once(**settings)
+            assert not call.directory.exists() and not uploads(pi.db)
+            assert pi.frontend.files[call.call_log_id].count == 1
+            assert_trash_is_empty(pi.backend)
+
+
 # -- traps ----------------------------------------------------------------------------------------
 
 

@@ -520,7 +520,6 @@ def test_the_grace_time_needs_five_looks_and_our_own_running_time(
 # --- an endpoint ----------------------------------------------------------------------------------
 
 TIMED_OUT = Verdict(Fate.SUSPECT, "NETWORK_TIMEOUT", "no answer in time")
-TOLD = replace(SUSPECT, code="RATE_LIMITED", retry_after=600.0)
 
 
 @pytest.mark.parametrize(

@@ -158,31 +158,6 @@ def test_a_recording_on_another_file_system_is_dead(pi: Pi) -> None:
         assert call.wav.is_file() and call.meta.is_file()
 
 
-def test_names_as_sip_makes_them_are_delivered_and_deleted(pi: Pi) -> None:
-    names = [
-        "8HnT2kQ-a3x9..",
-        "...",
-        "a84b4c76e66710@192.168.1.20",
-        "-rf",
-        "%2e%2e",
-        'x"; filename="evil.sh',
-        "a\r\nb: c",
-        "a b\\c'*?",
-        "通話-é",
-        "y" * 255,
-    ]
-    calls = [pi.backend.end_call(events=0, seconds=0.1, call_id=name) for name in names]
-
-    pi.once()
-
-    for call in calls:
-        stored = pi.frontend.files[call.call_log_id]
-        assert (stored.sha256, stored.recording_id) == (call.sha256, call.recording_id)
-        assert json.loads(stored.meta)["callId"] == call.call_id
-        assert not call.directory.exists()
-    assert not dead(pi.db) and not pi.db.pending() and not uploads(pi.db)
-
-
 def test_rows_written_by_hand_are_found_and_meta_path_is_ignored(pi: Pi, outside: Path) -> None:
     secret = str(outside / "meta.json")
     places: list[dict[str, str]] = [

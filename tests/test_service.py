@@ -353,6 +353,18 @@ def in_a_hanging_request(stage: Stage) -> Agent:
     return stage.start_until(lambda: stage.frontend.requests[0].entries)
 
 
+def in_an_answer_that_trickles(stage: Stage) -> Agent:
+    stage.frontend.on_entries = lambda request: Reply(body={"ok": True}, trickle=0.4)
+    return stage.start_until(lambda: stage.frontend.requests[0].finished)
+
+
+def in_an_upload(stage: Stage) -> Agent:
+    stage.frontend.on_head = lambda request: (
+        None if request.kind != "file" else setattr(stage.frontend, "read_rate", 100_000)
+    )
+    return stage.start_until(lambda: stage.frontend.of_kind("file")[0].received > 50_000)
+
+
 def in_a_stalled_upload(stage: Stage) -> Agent:
     stage.frontend.on_head = lambda request: Reply(stall=60) if request.kind == "file" else None
     return stage.start_until(lambda: stage.frontend.of_kind("file"))
@@ -476,6 +488,8 @@ HANGING = (
     "situation",
     [
         *(pytest.param(each, marks=[needs_root] * (each in LOOK_UPS)) for each in HANGING),
+        in_an_answer_that_trickles,
+        in_an_upload,
         in_an_outage,
         without_a_database,
         with_a_locked_table,

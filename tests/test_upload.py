@@ -83,7 +83,7 @@ def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
         b"[]",
         json.dumps({"transcript": "x" * 200_000}).encode(),
     ]
-    names = ["8HnT2kQ-a3x9..", "abc@192.168.1.20", 'q"; filename="evil', "a\r\nX-Evil: 1", "é通"]
+    names = ["8HnT2kQ-a3x9..", "-rf@192.168.1.20", 'q"; filename="evil', "a\r\nX: 1", "é通%2e"]
     calls = []
     for number, (call_id, meta) in enumerate(zip(names, metas, strict=True)):
         name = "mixed.mp3" if number == 3 else "mixed.wav"
@@ -122,6 +122,7 @@ def test_the_wire_is_the_contracts_byte_for_byte(pi: Pi) -> None:
         assert request.headers["Authorization"] == "Bearer a-secret-token"
         assert request.headers["X-Serversync-Device"] == "pi.kitchen"
         assert request.headers["Idempotency-Key"]
+        assert not call.directory.exists()
     assert len({request.headers["Idempotency-Key"] for request in requests}) == len(requests)
 
 
@@ -528,6 +529,14 @@ def test_after_one_time_out_entries_wait_for_the_end_of_the_upload(pi: Pi) -> No
 
 
 # -- answers that come early, late or not at all --------------------------------------------------
+
+
+def test_an_answer_that_comes_a_byte_at_a_time_ends_at_the_deadline(pi: Pi) -> None:
+    pi.frontend.on_file = lambda _: Reply(body={"fileUrl": "http://f/x"}, trickle=0.4)
+    call = pi.backend.end_call(events=0)
+    pi.once(code=75, SYNC_TIMEOUT_SEC=2)
+    assert failures(pi.db)[call.seq("recording_file")][0] == "NETWORK_TIMEOUT"
+    assert_not_uploaded(pi, call)
 
 
 def test_what_ends_an_upload_early_is_no_confirmation(pi: Pi) -> None:

@@ -124,7 +124,7 @@ def _some_among_a_hundred(pi: Pi, bad: Rows, code: int) -> dict[int, tuple[str, 
     for row in bad:
         seqs[pi.poisoned(row[1])] = row
         pi.backend.enqueue_many(99 // len(bad))
-    done = pi.once(code=code, SYNC_TIMEOUT_SEC=3)
+    done = pi.once(code=code, SYNC_TIMEOUT_SEC=5)
     assert "Traceback" not in done.stderr
     good = [seq for (seq,) in pi.db.rows("SELECT id FROM sync_outbox ORDER BY id")]
     assert sorted(pi.frontend.seqs()) == [seq for seq in good if seq not in seqs]
