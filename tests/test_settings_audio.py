@@ -160,38 +160,19 @@ def test_what_is_not_the_audio_is_not_put_there_and_an_old_version_stays(
         assert (studio.row()["tries"], studio.row()["error"]) == (0, None)
 
 
-def test_a_wav_of_unknown_length_is_taken(studio: Studio) -> None:
+def test_what_is_there_of_an_unchanged_version_is_not_fetched_again(studio: Studio) -> None:
     sound = studio.offers()
     studio.frontend.pages[AUDIO + NAME] = piped = sound[:4] + b"\xff\xff\xff\xff" + sound[8:]
-    assert studio.audio() == [] and studio.files() == {NAME: piped}
-
-
-def test_404_is_asked_again_more_and_more_rarely_and_said_once(pi: Pi, studio: Studio) -> None:
-    del pi.frontend.pages[AUDIO + NAME]
-    running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
-    running.wait_log("has to wait: the frontend does not have it yet: HTTP 404")
-    wait_until(lambda: studio.row()["tries"] >= 2, what="another try")
-    assert len(running.lines("has to wait")) == 1
-    sound = studio.offers()
-    studio.make_due()
-    wait_until(lambda: studio.files() == {NAME: sound}, what="the file", state=running.log)
-
-
-def test_an_unchanged_version_is_not_fetched_again(studio: Studio) -> None:
     for _ in range(3):
         studio()
         assert studio.audio() == []
+    assert studio.files() == {NAME: piped}, "a WAV of unknown length"
     assert studio.asked() == [AUDIO + NAME]
     studio.wants(at="2026-11-18T10:00:00+00:00")
     assert studio.audio() == []
     assert studio.row()["fetched"].startswith("2026-11-18T10")
-
-
-def test_a_file_that_somebody_deleted_is_fetched_again(studio: Studio) -> None:
-    studio.audio()
-    before = studio.files()
     (studio.directory / NAME).unlink()
-    assert studio.audio() == [] and studio.files() == before
+    assert studio.audio() == [] and studio.files() == {NAME: piped}
 
 
 def test_what_is_no_longer_referenced_goes_one_hour_later(pi: Pi, studio: Studio) -> None:
@@ -199,7 +180,11 @@ def test_what_is_no_longer_referenced_goes_one_hour_later(pi: Pi, studio: Studio
     studio.offers(*names)
     studio.wants(*names)
     assert studio.audio() == []
-    studio.wants(*names[:2])
+    before = studio.asked()
+    for wanted in (names[:2], names, names[:2]):  # referenced again within the hour: it stays
+        studio.wants(*wanted)
+        assert studio.row("third.wav")["unwanted"] == ("third.wav" not in wanted)
+    assert studio.audio() == [] and studio.asked() == before
     left = "SELECT next_attempt_at - now() FROM serversync.audio_files WHERE unwanted"
     assert timedelta(minutes=50) < pi.db.value(left) <= timedelta(hours=1)
     running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2)
@@ -209,19 +194,6 @@ def test_what_is_no_longer_referenced_goes_one_hour_later(pi: Pi, studio: Studio
     running.wait_log("announcement audio third.wav removed")
     assert set(studio.files()) == set(names[:2])
     assert not pi.db.rows("SELECT FROM serversync.audio_files WHERE name = 'third.wav'")
-
-
-def test_what_is_referenced_again_within_the_hour_stays(studio: Studio) -> None:
-    names = [NAME, "other.wav"]
-    studio.offers(*names)
-    studio.wants(*names)
-    studio.audio()
-    studio.wants(NAME)
-    assert studio.row("other.wav")["unwanted"]
-    studio.wants(*names)
-    assert not studio.row("other.wav")["unwanted"]
-    before = studio.asked()
-    assert studio.audio() == [] and studio.asked() == before
 
 
 def test_a_file_of_somebody_else_is_neither_overwritten_nor_deleted(
@@ -311,21 +283,17 @@ def test_two_that_fetch_one_file_make_no_stranger_of_it(studio: Studio) -> None:
     assert studio.audio() == [] and studio.files() == {NAME: sound}
 
 
-def test_names_that_are_no_text_are_no_obstacle(studio: Studio) -> None:
-    Path(os.fsdecode(os.fsencode(studio.directory) + b"/\xff.wav")).touch()
-    assert studio.audio() == [] and len(studio.files()) == 2
-
-
 def test_leftovers_are_removed_but_not_what_is_being_fetched(studio: Studio) -> None:
-    for name in (".serversync-old", ".serversync-now", ".other"):
+    no_text = os.fsdecode(b"\xff.wav")
+    for name in (".serversync-old", ".serversync-now", ".other", no_text):
         (studio.directory / name).write_bytes(b"half")
     for name in (".serversync-old", ".other"):
         os.utime(studio.directory / name, (1, 1))
-    studio.audio()
-    assert set(studio.files()) == {".serversync-now", ".other", NAME}
+    assert studio.audio() == []
+    assert set(studio.files()) == {".serversync-now", ".other", no_text, NAME}
 
 
-def test_a_directory_that_is_missing_is_said_and_the_settings_are_applied(
+def test_a_directory_that_is_missing_is_said_once_and_the_settings_are_applied(
     pi: Pi, tmp_path: Path
 ) -> None:
     studio, directory = Studio(pi, tmp_path), tmp_path / "not there"
@@ -333,10 +301,12 @@ def test_a_directory_that_is_missing_is_said_and_the_settings_are_applied(
     running = pi.agent(FRONTEND_SYNC_INTERVAL_SEC=0.2, ANNOUNCEMENT_AUDIO_DIR=directory)
     running.wait_log(f"has to wait: {directory}: No such file or directory")
     assert pi.db.value("SELECT count(*) FROM announcements") == 1
+    wait_until(lambda: studio.row()["tries"] >= 2, what="another try")
     directory.mkdir()
     studio.offers()
     studio.make_due()
     wait_until((directory / NAME).exists, what="the file", state=running.log)
+    assert len(running.lines("has to wait")) == 1
 
 
 def test_a_call_and_its_recording_pass_a_slow_download_and_a_stop_ends_it(
@@ -373,29 +343,20 @@ def test_a_large_file_does_not_go_through_memory(pi: Pi, tmp_path: Path) -> None
     assert running.rss_peak_kib() - before < 6 * 1024
 
 
-def test_the_audio_of_an_announcement_that_is_bad_now_stays(studio: Studio) -> None:
-    studio.audio()
-    wanted = studio.frontend.pages["/api/announcements"]
-    assert isinstance(wanted, dict)
-    wanted["announcements"][0]["name"] = "x" * 101
-    studio()
-    assert not studio.row()["unwanted"]
-    wanted["announcements"] = [announcement()]
-    studio()
-    assert studio.row()["unwanted"]
-
-
-def test_the_audio_of_a_flow_that_is_bad_now_stays_as_the_flow_does(studio: Studio) -> None:
+def test_the_audio_of_what_is_bad_now_stays_as_that_does(studio: Studio) -> None:
     studio.offers("newer.wav")
     sound = announcement(audioFileUrl=AUDIO + NAME)
     plays = flow(announcementId=sound["id"])
 
-    def pull(flow: dict[str, Any]) -> None:
-        Desired(announcements=[sound], flows=[flow]).serve(studio.frontend)
+    def pull(menu: dict[str, Any], sound: dict[str, Any] = sound) -> None:
+        Desired(announcements=[sound], flows=[menu]).serve(studio.frontend)
         studio()
 
-    pull(plays)
+    pull(flow())
     assert studio.audio() == []
+    pull(flow(), sound | {"name": "x" * 101})
+    assert not studio.row()["unwanted"]
+    pull(plays)
     sound["audioFileUrl"] = AUDIO + "newer.wav"
     pull(plays | {"timeoutSec": 2.5})
     assert studio.audio() == [] and not studio.row()["unwanted"] and len(studio.files()) == 2
