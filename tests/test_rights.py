@@ -204,15 +204,24 @@ def test_who_else_could_put_another_directory_there_is_named(etc: Etc) -> None:
     assert f"only root and its owner, user {BACKEND.pw_uid}, may write there" in by_owner
 
 
+def refusal(path: str | Path) -> str:
+    """Why a directory is refused, as `refuses` shows it for some."""
+    with pytest.raises(ValueError) as refused:
+        serversync._place(str(path))
+    return str(refused.value)
+
+
 def test_names_that_a_file_of_root_s_would_read_otherwise_are_refused(etc: Etc) -> None:
     odd = [etc.directory(name) for name in ("a b", "a:b", "%h", "x\nf y", "ü", "a\\b", "$x", '"')]
-    for said in etc.refuses(*odd, etc.storage / "..", "storage/recordings"):
-        assert "must be an absolute path of letters, digits and " in said
+    letters = "must be an absolute path of letters, digits and "
+    for path in (*odd, etc.storage / "..", "storage/recordings"):
+        assert letters in refusal(path)
     (etc.storage / "link").symlink_to(etc.directory("real"))
     (etc.storage / "file").touch()
     for name in ("link", "link/real", "file"):
-        assert "is it a link? (readlink -f " in etc.refuses(etc.storage / name)[0]
-    assert "start the backend once" in etc.refuses(etc.storage / "gone")[0]
+        assert "is it a link? (readlink -f " in refusal(etc.storage / name)
+    newline, link, gone = etc.refuses(odd[3], etc.storage / "link", etc.storage / "gone")
+    assert letters in newline and "is it a link?" in link and "start the backend once" in gone
 
 
 def test_directories_of_the_system_and_homes_are_refused(etc: Etc) -> None:
@@ -225,12 +234,14 @@ def test_directories_of_the_system_and_homes_are_refused(etc: Etc) -> None:
     }
     system |= {"/var/spool/cron/crontabs", "/var/lib/dpkg/info", "/var/lib/apt", "/var/cache/apt/x"}
     system |= {"", "/home", "/home/pi", "/opt", "/srv", "/proc/sys", "/boot/firmware", "/run/lock"}
-    for said in etc.refuses(*sorted(system | homes)):
-        assert "a directory of its own is needed" in said
+    needed = "a directory of its own is needed"
+    for path in system | homes:
+        assert needed in refusal(path), path
     name = "recordings/of-nobody"
     places = ("/opt/virtual-voicebot/storage", "/srv", "/home/pi", "/var/lib/voicebot", "/mnt/usb")
-    for said in etc.refuses(*(f"{place}/{name}" for place in (*places, "/media/pi/usb", "/data"))):
-        assert "start the backend once" in said
+    for place in (*places, "/media/pi/usb", "/data"):
+        assert "start the backend once" in refusal(f"{place}/{name}"), place
+    assert all(needed in said for said in etc.refuses("/etc", ""))
 
 
 def test_what_the_other_option_wrote_stays_and_so_does_what_somebody_else_did(etc: Etc) -> None:

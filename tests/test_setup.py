@@ -176,15 +176,6 @@ def move_backend(db: Database, schema: str, path: str = "") -> None:
 # -- what it makes --------------------------------------------------------------------------------
 
 
-def test_a_database_that_quotes_all_names_keeps_what_setup_made(db: Database, role: Role) -> None:
-    role.superuser(f'ALTER DATABASE "{db.name}" SET quote_all_identifiers = on')
-    role.setup()
-    key = "SELECT 'sync_outbox'::regclass::oid, 'serversync_keys'::regclass::oid"
-    before = db.rows(key)
-    again = role.steps()
-    assert set(again.values()) == {"there"} and db.rows(key) == before
-
-
 def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothing(
     pi: Pi, role: Role
 ) -> None:
@@ -289,24 +280,20 @@ def test_a_backend_in_a_schema_of_its_own_is_found(pi: Pi, role: Role, printed: 
 
 
 def test_the_tables_of_an_earlier_role_are_handed_over(pi: Pi, desk: Desk, role: Role) -> None:
+    """To a new name, for the old one's password is known to others; routines keep it not away."""
     seq = pi.backend.enqueue()
     pi.once()  # as the backend's own role
+    for routine in (
+        "PROCEDURE serversync.evil() LANGUAGE sql AS 'SELECT 1'",
+        "AGGREGATE serversync.worse(*) (SFUNC = int8inc, STYPE = int8, INITCOND = 0)",
+    ):
+        pi.db.execute(f"CREATE {routine}")
     role.is_set_up()
     running = assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
     running.stop()
     assert "1 to be sent again" in desk("replay", "--seq", str(seq), DATABASE_URL=role.url).stdout
     owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'serversync'"
     assert pi.db.rows(owners) == [(role.name,)]
-
-
-def test_a_routine_of_an_earlier_role_does_not_keep_a_new_one_away(
-    desk: Desk, db: Database, role: Role
-) -> None:
-    """A new name, for the old one's password is known to others."""
-    desk("once")  # as the backend's own role
-    db.execute("CREATE PROCEDURE serversync.evil() LANGUAGE sql AS 'SELECT 1'")
-    db.execute("CREATE AGGREGATE serversync.worse(*) (SFUNC = int8inc, STYPE = int8, INITCOND = 0)")
-    role.is_set_up()
 
 
 def test_a_transaction_that_lasts_is_named_and_what_it_left_half_done_is_finished(
@@ -378,9 +365,6 @@ def test_a_role_without_the_rights_is_told_how_to_get_them(
     refused = desk("setup", DATABASE_URL=role.url, code=78)
     one_sentence(refused, "sudo serversync setup", "--admin-url")
     assert catalogs(db) == before
-    for command in ("once", "run"):
-        done = desk(command, DATABASE_URL=role.url, code=78)
-        assert "sudo serversync setup" in done.stderr
 
 
 def test_a_recordings_directory_that_is_not_there_is_said_at_the_end(
@@ -408,18 +392,17 @@ def encoded(db: Database, role: Role, request: pytest.FixtureRequest) -> Iterato
 
 
 @pytest.mark.parametrize("encoded", ["SQL_ASCII"], indirect=True)
-def test_a_database_without_an_encoding_is_set_up_and_delivers(
+def test_a_database_without_an_encoding_that_quotes_all_names_is_set_up_and_delivers(
     desk: Desk, role: Role, encoded: Database
 ) -> None:
+    role.superuser(f'ALTER DATABASE "{encoded.name}" SET quote_all_identifiers = on')
     assert set(role.steps().values()) == {"made", "there"}
     role.all_is_there()
     column = "entity_type, entity_id, payload"
     encoded.execute(
         f"INSERT INTO sync_outbox ({column}) VALUES ('schedule', gen_random_uuid(), '{{}}')"
     )
-
     desk("once", DATABASE_URL=role.url)
-
     assert encoded.pending() == []
 
 
@@ -551,25 +534,6 @@ def test_setup_typed_by_root_is_the_superuser_for_the_database_and_the_service_f
 
 
 @needs_root
-def test_commands_typed_by_root_find_the_agent_that_runs_as_somebody_else(
-    box: Box, frontend: Frontend
-) -> None:
-    box.pretend_service()
-    box("setup")
-    running = Agent({}, args=box.command("run"), prefix=STRANGER, runtime_dir=box.runtime_dir)
-    try:
-        running.wait_sentence("all delivered", 60)
-        assert f"(pid {running.pid})" in box("status").stdout
-        call = box.backend.end_call()
-        frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
-        wait_until(lambda: not call.directory.exists() or running.lines("cannot"), what="the end")
-        seq = int(box("enqueue", "schedule", str(uuid.uuid4())).stdout)
-        frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
-    finally:
-        running.close()
-
-
-@needs_root
 def test_a_state_file_that_names_somebody_else_s_process_does_not_say_who_root_becomes(
     box: Box,
 ) -> None:
@@ -602,8 +566,12 @@ def test_what_root_types_is_the_service_s_user_s_or_does_not_run(
         status = Path(f"/proc/{running.pid}/status").read_text()
         mine = {*re.findall(r"^[UG]id:\t(.*)$", status, re.MULTILINE)}
         assert mine == {"\t".join(4 * [str(box.user.pw_uid)])}
+        assert f"(pid {running.pid})" in box("status").stdout
         call = box.backend.end_call()
         frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
+        wait_until(lambda: not call.directory.exists() or running.lines("cannot"), what="the end")
+        seq = int(box("enqueue", "schedule", str(uuid.uuid4())).stdout)
+        frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
     finally:
         running.close()
 
@@ -714,6 +682,13 @@ class Attacker:
     def got_nothing(self) -> None:
         assert self.db.value(ROLE_MAY, (self.role.name,)) is False
 
+    def owns_the_trigger_s_function(self) -> None:
+        """As the first edition had it."""
+        with self.db.admin() as admin:
+            admin.execute("DROP FUNCTION serversync_wake CASCADE")
+            self.runs(self.trap("serversync.wake()"))
+            admin.execute(OLD_TRIGGER)
+
 
 @pytest.fixture
 def attacker(db: Database, role: Role) -> Attacker:
@@ -787,18 +762,10 @@ def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
     role.all_is_there()
 
 
-def as_the_first_edition_had_it(db: Database, attacker: Attacker) -> None:
-    """The trigger calls a function of the role's."""
-    with db.admin() as admin:
-        admin.execute("DROP FUNCTION serversync_wake CASCADE")
-        attacker.runs(attacker.trap("serversync.wake()"))
-        admin.execute(OLD_TRIGGER)
-
-
 def test_a_routine_of_the_role_s_does_not_keep_the_mend_away(
-    role: Role, attacker: Attacker, db: Database
+    role: Role, attacker: Attacker
 ) -> None:
-    as_the_first_edition_had_it(db, attacker)
+    attacker.owns_the_trigger_s_function()
     attacker.runs(
         "ALTER FUNCTION serversync.wake() RENAME TO evil",
         "CREATE PROCEDURE serversync.wake() LANGUAGE sql AS 'SELECT 1'",
@@ -817,10 +784,7 @@ def test_a_disabled_trigger_is_left_alone_only_where_its_function_is_the_owner_s
         done = role.steps()
         assert done["NOTIFY trigger"] == made
         assert db.rows(state) == [("serversync_wake", after)]
-        with db.admin() as admin:
-            admin.execute("DROP FUNCTION serversync_wake CASCADE")
-            attacker.runs(attacker.trap("serversync.wake()"))
-            admin.execute(OLD_TRIGGER)
+        attacker.owns_the_trigger_s_function()
 
 
 def test_the_name_of_the_outbox_s_schema_is_no_command(role: Role, db: Database) -> None:
@@ -984,73 +948,67 @@ def test_what_others_put_beside_the_outbox_under_our_names_is_not_used(
     attacker.may_not(attacker.trap("public.serversync_wake()"))
 
 
-FOREIGN = {
-    "a view": ["CREATE VIEW public.serversync_keys AS SELECT 1"],
-    "a sequence": ["CREATE SEQUENCE public.serversync_keys"],
-    "a type": ["CREATE DOMAIN public.serversync_keys AS int"],
-    "a table that is used": [
+FOREIGN = [
+    ["CREATE VIEW public.serversync_keys AS SELECT 1"],
+    ["CREATE SEQUENCE public.serversync_keys"],
+    ["CREATE DOMAIN public.serversync_keys AS int"],
+    [  # a table that is used
         "CREATE TABLE public.serversync_keys (a int)",
         "CREATE VIEW uses_it AS SELECT * FROM public.serversync_keys",
     ],
-    "a function": [
-        "CREATE FUNCTION public.serversync_wake() RETURNS int LANGUAGE sql AS 'SELECT 1'"
-    ],
-    "a procedure": [
+    ["CREATE FUNCTION public.serversync_wake() RETURNS int LANGUAGE sql AS 'SELECT 1'"],
+    [
         "CREATE PROCEDURE public.serversync_enqueue(text, uuid, jsonb, text)"
         " LANGUAGE sql AS 'SELECT 1'"
     ],
-    "the index's name": ["CREATE TABLE public.sync_outbox_serversync_pending ()"],
-    "an index elsewhere": [
+    ["CREATE TABLE public.sync_outbox_serversync_pending ()"],  # the index's name
+    [
         "CREATE TABLE uses_it (id int)",
         "CREATE INDEX sync_outbox_serversync_pending ON uses_it (id)",
     ],
-}
+]
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
 def test_what_others_made_under_our_names_and_cannot_be_replaced_is_named_and_nothing_is_done(
-    role: Role, attacker: Attacker, db: Database, kind: str
+    role: Role, attacker: Attacker
 ) -> None:
     role.superuser(
         "DROP FUNCTION serversync_wake, serversync_enqueue CASCADE",
         "DROP TABLE serversync_keys",
-        "DROP INDEX sync_outbox_serversync_pending" if "index" in kind else "",
         f'REVOKE ALL ON recordings FROM "{role.name}"',  # would be granted again
-        f'GRANT CREATE ON SCHEMA public TO "{role.name}"',
     )
-    attacker.runs(*FOREIGN[kind])
-    refused = role.refused()
-    (name,) = set(re.findall(r"(?:public\.| )(serversync_\w+|sync_outbox_\w+)", FOREIGN[kind][-1])
-                  or ["serversync_keys"])  # fmt: skip
-    one_sentence(refused, name, f"of role {role.name}", "rename or drop")
-    role.superuser(f'DROP OWNED BY "{role.name}" CASCADE')
+    for statements in FOREIGN:
+        role.superuser(f'GRANT CREATE ON SCHEMA public TO "{role.name}"')
+        if "pending" in statements[-1]:
+            role.superuser("DROP INDEX IF EXISTS sync_outbox_serversync_pending")
+        attacker.runs(*statements)
+        refused = role.refused()
+        names = re.findall(r"(?:public\.| )(serversync_\w+|sync_outbox_\w+)", statements[-1])
+        one_sentence(refused, *set(names), f"of role {role.name}", "rename or drop")
+        role.superuser(f'DROP OWNED BY "{role.name}" CASCADE')
     role.is_set_up()
 
 
 def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended_by_the_line(
     role: Role, attacker: Attacker, db: Database
 ) -> None:
-    as_the_first_edition_had_it(db, attacker)
+    attacker.owns_the_trigger_s_function()
     # What keeps the superuser's session waiting, then the role's own.
-    for statement in ("SELECT FROM sync_outbox LIMIT 0", "LOCK TABLE serversync.sender"):
-        with contextlib.closing(psycopg.connect(role.url)) as session:
-            session.execute(statement)
+    for statement, often in (("SELECT FROM sync_outbox LIMIT 0", 12),
+                             ("LOCK TABLE serversync.sender", 1)):  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            pids = set()
+            for _ in range(often):  # the line is whole however many there are
+                session = stack.enter_context(contextlib.closing(psycopg.connect(role.url)))
+                session.execute(statement)
+                pids.add(session.info.backend_pid)
             refused = role.setup(code=69)
-            pid = session.info.backend_pid
-            one_sentence(refused, f"pid {pid} (role {role.name}, idle in transaction)")
+            named = re.findall(r"pid (\d+) \(role (.*?), idle in transaction\)", refused.stderr)
+            one_sentence(refused, " and 9 more holds it" if often > 1 else " holds it")
+            assert {int(pid) for pid, _ in named} <= pids
+            assert [name for _, name in named] == [role.name] * min(often, 3)
             db.paste(refused.stderr.strip().partition("or end it: ")[2])
             role.setup()
-    with db.admin() as admin, contextlib.ExitStack() as stack:
-        admin.execute("DROP FUNCTION serversync_wake CASCADE")
-        attacker.runs(attacker.trap("serversync.wake()"))
-        admin.execute(OLD_TRIGGER)
-        for _ in range(12):  # the line is whole however many there are
-            session = stack.enter_context(contextlib.closing(psycopg.connect(role.url)))
-            session.execute("SELECT FROM sync_outbox LIMIT 0")
-        refused = role.setup(code=69)
-        one_sentence(refused, " and 9 more holds it")
-        db.paste(refused.stderr.strip().partition("or end it: ")[2])
-        role.setup()
     attacker.gets_nothing_from_others()
     with contextlib.closing(psycopg.connect(role.url, autocommit=True)) as session:
         session.execute("SELECT pg_advisory_lock(%s)", (serversync.LOCK_KEY,))
@@ -1063,25 +1021,16 @@ def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended
 # -- whose outbox ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        'ALTER ROLE "{role}" IN DATABASE postgres SET search_path = voice',
-        'ALTER ROLE "{role}" IN DATABASE {db} SET search_path = voice2, "a, voice, b"',
-        "ALTER ROLE \"{role}\" IN DATABASE {db} SET application_name = 'search_path=voice'",
-    ],
-    ids=["another database", "another schema", "another setting"],
-)
-def test_a_setting_of_something_else_is_not_taken_for_the_search_path(
-    pi: Pi, role: Role, setting: str
-) -> None:
+def test_a_setting_of_something_else_is_not_taken_for_the_search_path(pi: Pi, role: Role) -> None:
     move_backend(pi.db, "voice")
     role.make()
-    role.superuser(
-        setting.format(role=role.name, db=pi.db.name),
-    )
-    done = role.steps()
-    assert done["search_path"] == "made"
+    for setting in (
+        "IN DATABASE postgres SET search_path = voice",
+        f'IN DATABASE {pi.db.name} SET search_path = voice2, "a, voice, b"',
+        f"IN DATABASE {pi.db.name} SET application_name = 'search_path=voice'",
+    ):
+        role.superuser(f'ALTER ROLE "{role.name}" {setting}')
+    assert role.steps()["search_path"] == "made"
     seq = pi.backend.enqueue()
     pi.once(DATABASE_URL=role.url)
     assert pi.frontend.seqs() == [seq]
@@ -1089,9 +1038,7 @@ def test_a_setting_of_something_else_is_not_taken_for_the_search_path(
 
 def test_a_setting_that_hides_the_outbox_of_public_is_mended(db: Database, role: Role) -> None:
     role.make()
-    role.superuser(
-        f'ALTER ROLE "{role.name}" SET search_path = archive',
-    )
+    role.superuser(f'ALTER ROLE "{role.name}" SET search_path = archive')
     assert role.steps()["search_path"] == "made"
     role.all_is_there()
 
