@@ -204,7 +204,7 @@ def test_who_else_could_put_another_directory_there_is_named(etc: Etc) -> None:
     assert f"only root and its owner, user {BACKEND.pw_uid}, may write there" in by_owner
 
 
-def refusal(path: str | Path) -> str:
+def refusal(path: object) -> str:
     """Why a directory is refused, as `refuses` shows it for some."""
     with pytest.raises(ValueError) as refused:
         serversync._place(str(path))
