@@ -1,8 +1,6 @@
 """Whose fault is it? Outages use up nothing, poisonous entries die in the end, and only they."""
 
 import itertools
-import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +24,7 @@ FEW: dict[str, Any] = {"SYNC_RETRY_MAX": 2}
 
 OUTAGES: dict[str, tuple[Reply, str, int, int]] = {
     "401 for an hour": (Reply(401, {}, {"error": "unauthorized"}), "HTTP 401", 1, 30),
-    "404 for three days": (Reply(404, {}, {"error": "not found"}), "HTTP 404", 72, 2),
     "a captive portal for a month": (Reply(200, {}, HTML), "not our frontend", 720, 30),
-    "302 for three days": (Reply(302, {"Location": "/login"}), "HTTP 302", 72, 2),
     "500 for three days": (BOOM, "HTTP 500", 72, 30),
     "500 for three days, to one entry": (BOOM, "HTTP 500", 72, 0),
     "resets for three days": (Reply(reset=True), "closed the connection", 72, 30),
@@ -99,24 +95,6 @@ def test_a_wrong_token_holds_everything_until_it_is_right(pi: Pi) -> None:
     assert not waiting(pi.db)
     pi.once(SYNC_TOKEN="the-new-token")
     assert pi.frontend.seqs() == list(range(1, 21))
-
-
-def test_a_frontend_that_flaps_at_random_kills_nothing_within_a_day(pi: Pi) -> None:
-    """Seven of ten requests fail, for 23 hours; charged attempts alone are not enough to die."""
-    chance = random.Random(11)
-    pi.backend.enqueue_many(40)
-    pi.frontend.on_entries = lambda r: BOOM if r.entries and chance.random() < 0.7 else None
-    charged = 0
-    for _ in range(8):
-        pi.agent.once(SYNC_RETRY_MAX=1)
-        charged = max([charged, *(row["attempts"] for row in waiting(pi.db).values())])
-        pi.backend.enqueue_many(5)
-        let_hours_pass(pi.db, 23 / 8)
-    assert not dead_letters(pi.db)
-    assert charged >= 1, "the test is worth nothing: nobody was charged"
-    pi.frontend.on_entries = None
-    pi.once()
-    assert sorted(pi.frontend.seqs()) == list(range(1, 81))
 
 
 def test_after_an_outage_the_batches_grow_by_doubling(pi: Pi) -> None:
@@ -212,42 +190,6 @@ def test_without_three_others_of_its_type_between_a_poisonous_entry_is_never_cha
     pi.once(code=75, **FEW)
     assert len(pi.frontend.files) == 3
     assert failures(pi.db)[bad] == ("FRONTEND_5XX", 4, 0)
-    assert not dead_letters(pi.db)
-
-
-def test_one_type_that_fails_for_six_hours_kills_nothing_and_holds_no_other_type_up(pi: Pi) -> None:
-    failing = [pi.backend.enqueue("call_log") for _ in range(6)]
-
-    def one_type(request: Request) -> Reply | None:
-        types = {entry["entityType"] for entry in request.entries}
-        return BOOM if "call_log" in types else None
-
-    def arrived(seq: int) -> bool:
-        return seq in pi.frontend.seqs()
-
-    def tried(times: int) -> bool:
-        let_hours_pass(pi.db)
-        rows = waiting(pi.db)
-        return all(rows[seq]["tries"] > times for seq in failing[:6])
-
-    pi.frontend.on_entries = one_type
-    running = pi.agent(SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=1)
-    for number in range(4):
-        other = pi.backend.enqueue("schedule")
-        if number % 2 == 0:
-            failing.append(pi.backend.enqueue("call_log"))
-        wait_until(partial(arrived, other), 5, "the other type", running.log)
-        wait_until(partial(tried, number), 40, "a try of each", running.log)
-        let_hours_pass(pi.db, 1.5)
-    wait_until(lambda: pi.db.pending() == failing)
-    assert all(row["attempts"] == 0 for row in waiting(pi.db).values())
-    pi.frontend.on_entries = None
-
-    def drained() -> bool:
-        let_hours_pass(pi.db)  # again and again: what is under way still fails
-        return not pi.db.pending()
-
-    wait_until(drained, what="the end of it")
     assert not dead_letters(pi.db)
 
 

@@ -76,10 +76,8 @@ def down(begin: float, end: float, answer: Answer, empty: Answer) -> Answers:
 @pytest.mark.parametrize(
     ("number", "answer", "backlog", "longest"),
     [
-        (12, BROKEN, BACKLOG, 0.6),
         (40, BROKEN, BACKLOG, 1.7),
         (300, BROKEN, BACKLOG, 15.0),
-        (12, REFUSED, BACKLOG, 0.6),
         (40, REFUSED, BACKLOG, 1.7),
         (300, REFUSED, BACKLOG, 15.0),
         (40, LATER, [], 1.6),
