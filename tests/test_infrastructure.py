@@ -16,16 +16,15 @@ import wave
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent import PYTHON, _Launch
 from backend import Backend
-from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart, Reply
+from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart
 from nursery import Forked
-from pg import Cluster, Database
+from pg import Database
 from proxy import Proxy
 from waiting import wait_until
 
@@ -123,28 +122,6 @@ def test_multipart_reads_what_pythons_email_reads(contents: list[bytes], step: i
     if not any(b"\r--" + BOUNDARY.encode() in content for content in contents):
         expected = [part.get_payload(decode=True) for part in message.iter_parts()]
         assert [bytes(content) for content in parts.values()] == expected
-
-
-def test_a_batch_is_stored_as_a_whole_in_order_on_one_connection(frontend: Frontend) -> None:
-    connection = client(frontend)
-    first, second = entry(seq=1), entry(seq=2)
-    assert post(connection, first, second) == (200, {"ok": True})
-    assert post(connection, {**first, "payload": {"a": 2}, "seq": 3}) == (200, {"ok": True})
-    assert frontend.seqs() == [1, 2, 3]
-    assert frontend.store[first["entityId"]]["payload"] == {"a": 2}
-    assert [record["seq"] for record in frontend.received(first["entityId"])] == [1, 3]
-    assert frontend.connections == 1
-    assert [request.status for request in frontend.of_kind("entries")] == [200, 200]
-
-
-def test_one_bad_or_poisonous_entry_rejects_the_whole_batch(frontend: Frontend) -> None:
-    connection = client(frontend)
-    status, answer = post(connection, entry(), entry(entityId="no uuid"))
-    assert (status, answer["error"]) == (400, "entries[1] is not valid")
-    bad = entry()
-    frontend.poison[bad["entityId"]] = Reply(500, body={"error": "no"})
-    assert post(connection, entry(), bad) == (500, {"error": "no"})
-    assert frontend.entries == [] and frontend.store == {}
 
 
 def test_an_upload_is_stored_and_a_later_recording_takes_the_player_away(
@@ -256,23 +233,6 @@ def test_a_proxy_cuts_refuses_and_crawls(frontend: Frontend) -> None:
 
 
 # -- PostgreSQL and the backend -----------------------------------------------------------------
-
-
-def test_databases_are_clones_that_the_backends_role_owns(cluster: Cluster, db: Database) -> None:
-    other = Database(cluster)
-    db.execute("INSERT INTO recordings (id, file_path) VALUES (gen_random_uuid(), 'x')")
-    assert db.value("SELECT count(*) FROM recordings") == 1
-    assert other.value("SELECT count(*) FROM recordings") == 0
-    assert other.value("SELECT extra FROM system_settings WHERE id = 1") == {}
-    owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'public'"
-    assert other.rows(owners) == [("voicebot",)]
-    assert not other.value("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
-    other.execute("CREATE SCHEMA serversync")
-    with pytest.raises(psycopg.errors.CheckViolation):
-        db.execute("UPDATE recordings SET upload_status = 'odd'")
-    with psycopg.connect(other.socket_url) as connection:
-        assert connection.info.dbname == other.name
-    other.drop()
 
 
 def test_the_end_of_a_call_is_one_transaction_in_the_contracts_order(

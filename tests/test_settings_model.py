@@ -19,7 +19,7 @@ import serversync
 from backend import Backend
 from frontend import Frontend
 from pg import Database
-from settings import Puller, tables
+from settings import Desired, Puller, tables
 
 ROUNDS = 12
 
@@ -102,18 +102,19 @@ class Author:
             maxRetries="whole",
         ) | {"description": None, "routes": routes, "fallbackAction": fallback}  # fmt: skip
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Desired:
         actions = {
             key: self.item(actionType="allow", actionConfig="config")
             for key in serversync.ACTIONS
             if self.random.random() < 0.5
         }
-        return actions | {
-            "groups": self.some(5, self.group),
-            "rules": self.some(5, self.rule),
-            "announcements": self.some(6, self.announcement),
-            "flows": self.some(6, self.flow),
-        }
+        return Desired(
+            self.some(5, self.group),
+            self.some(5, self.rule),
+            self.some(6, self.announcement),
+            self.some(6, self.flow),
+            actions,
+        )
 
 
 snapshots = st.integers(1, 1 << 40).map(lambda seed: Author(seed).snapshot())
@@ -180,18 +181,16 @@ class Model:
         kept = {x["id"].lower() for _, x in named} - found.keys()
         return found | {key: stored[key] for key in kept & stored.keys()}
 
-    def take(self, snapshot: dict[str, Any]) -> None:
-        self._groups(snapshot["groups"])
-        self.rules = self.merged(self.rules, snapshot["rules"], self._rule)
+    def take(self, snapshot: Desired) -> None:
+        self._groups(snapshot.groups)
+        self.rules = self.merged(self.rules, snapshot.rules, self._rule)
         self.announcements = self.merged(
-            self.announcements, snapshot["announcements"], self._announcement
+            self.announcements, snapshot.announcements, self._announcement
         )
         self.sounds = {row[0]: (row[5], row[6]) for row in self.announcements.values()}
         stored = self.built
-        self.built = self.merged(
-            stored, snapshot["flows"], lambda item, _: self._built(item, stored)
-        )
-        self.flows = self.merged(self.flows, snapshot["flows"], self._flow)
+        self.built = self.merged(stored, snapshot.flows, lambda item, _: self._built(item, stored))
+        self.flows = self.merged(self.flows, snapshot.flows, self._flow)
 
     def _groups(self, listed: list[Any]) -> None:
         groups = self.merged({}, listed, lambda x, _: x if text_fits(x["name"], 255) else None)
@@ -314,16 +313,6 @@ def check(db: Database, model: Model) -> None:
     assert {key: built(found, key) for key in model.flows} == model.built
 
 
-def answers(snapshot: dict[str, Any]) -> dict[str, Any]:
-    given_actions = {key: snapshot[key] for key in serversync.ACTIONS if key in snapshot}
-    return {
-        "/api/number-groups": {"ok": True, "callerGroups": snapshot["groups"]},
-        "/api/call-actions": {"ok": True, "rules": snapshot["rules"], **given_actions},
-        "/api/announcements": {"ok": True, "announcements": snapshot["announcements"]},
-        "/api/ivr-flows/export": {"ok": True, "flows": snapshot["flows"]},
-    }
-
-
 @pytest.fixture
 def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
     return Puller(db, frontend, backend)
@@ -335,13 +324,13 @@ def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
 )
 @given(story=st.lists(snapshots, min_size=2, max_size=4))
 def test_any_sequence_of_snapshots_ends_in_the_tables_of_the_last_one(
-    pull: Puller, frontend: Frontend, db: Database, story: list[dict[str, Any]]
+    pull: Puller, frontend: Frontend, db: Database, story: list[Desired]
 ) -> None:
     db.execute("TRUNCATE registered_numbers, call_action_rules, announcements, ivr_flows CASCADE")
     db.execute("UPDATE serversync.settings SET counts = '{}', held = '{}'")
     model = Model()
     for snapshot in story:
-        frontend.pages.update(answers(snapshot))
+        snapshot.serve(frontend)
         for outcome in pull().values():
             assert not outcome.error
         # What is much smaller than before is held: that has its own tests.
@@ -352,7 +341,7 @@ def test_any_sequence_of_snapshots_ends_in_the_tables_of_the_last_one(
         check(db, model)
     (extra,) = tables(db)["extra"][0]
     for key in serversync.ACTIONS:
-        given_action = story[-1].get(key)
+        given_action = story[-1].actions.get(key)
         if given_action is None:
             assert extra[key] == serversync.ACTIONS[key]
         elif given_action["actionType"] != "maybe" and isinstance(
