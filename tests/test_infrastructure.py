@@ -1,7 +1,5 @@
 """The tests' own tools, tried out with nothing but http.client, sockets and psycopg."""
 
-import email
-import email.policy
 import hashlib
 import http.client
 import json
@@ -10,23 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 import wave
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agent import PYTHON, _Launch
 from backend import Backend
-from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart
+from frontend import ENTRIES_PATH, FILE_PATH, Frontend
 from nursery import Forked
 from pg import Database
-from proxy import Proxy
-from waiting import wait_until
 
 BOUNDARY = "x-boundary"
 
@@ -82,46 +75,6 @@ def upload(
 
 
 # -- the frontend -------------------------------------------------------------------------------
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(
-    contents=st.lists(
-        st.lists(
-            st.sampled_from([b"\r\n", b"\r", b"--", BOUNDARY.encode(), b"--x-b", b"\0", b"data"])
-        ).map(b"".join),
-        min_size=1,
-        max_size=4,
-    ),
-    step=st.integers(1, 40),
-)
-def test_multipart_reads_what_pythons_email_reads(contents: list[bytes], step: int) -> None:
-    delimiter = b"\r\n--" + BOUNDARY.encode()
-    contents = [content for content in contents if delimiter not in b"\r\n" + content]
-    body = b"".join(
-        b'--%b\r\nContent-Disposition: form-data; name="p%d"\r\n'
-        b"Content-Transfer-Encoding: binary\r\n\r\n%b\r\n" % (BOUNDARY.encode(), number, content)
-        for number, content in enumerate(contents)
-    )
-    body += b"--%b--\r\n" % BOUNDARY.encode()
-    parts: dict[str, bytearray] = {}
-
-    def open_part(headers: http.client.HTTPMessage) -> Any:
-        content = parts[str(headers.get_param("name", "", "content-disposition"))] = bytearray()
-        return content.extend
-
-    parser = Multipart(BOUNDARY, open_part)
-    for position in range(0, len(body), step):
-        parser.feed(body[position : position + step])
-
-    head = f'Content-Type: multipart/form-data; boundary="{BOUNDARY}"\r\n\r\n'.encode()
-    message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
-    assert parser.finished
-    assert list(parts.values()) == contents
-    # To email a boundary after a lone CR is one, too; RFC 2046 wants CRLF.
-    if not any(b"\r--" + BOUNDARY.encode() in content for content in contents):
-        expected = [part.get_payload(decode=True) for part in message.iter_parts()]
-        assert [bytes(content) for content in parts.values()] == expected
 
 
 def test_an_upload_is_stored_and_a_later_recording_takes_the_player_away(
@@ -194,42 +147,6 @@ def test_the_program_stores_and_ends_on_sigterm(tmp_path: Path) -> None:
         assert process.wait(10) == 0
     assert (tmp_path / "recordings" / call / "mixed.wav").read_bytes() == b"RIFF"
     assert len((tmp_path / "entries.jsonl").read_text().splitlines()) == 1
-
-
-# -- the proxy ----------------------------------------------------------------------------------
-
-
-def test_a_silent_proxy_holds_everything_back_until_it_resumes(frontend: Frontend) -> None:
-    with Proxy("127.0.0.1", frontend.port) as proxy:
-        connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=0.3)
-        assert post(connection, entry())[0] == 200
-        proxy.silent()
-        with pytest.raises(TimeoutError):
-            post(connection, entry())
-        assert len(frontend.entries) == 1 and proxy.connections == 1
-        proxy.resume()
-        frontend.wait(lambda: len(frontend.entries) == 2, what="the request that was held back")
-
-
-def test_a_proxy_cuts_refuses_and_crawls(frontend: Frontend) -> None:
-    with Proxy("127.0.0.1", frontend.port) as proxy:
-        connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
-        post(connection, entry())
-        proxy.cut()
-        assert connection.sock is not None
-        with pytest.raises(ConnectionResetError):
-            connection.sock.recv(1)
-        proxy.refuse()
-        connection.close()
-        with pytest.raises(ConnectionRefusedError):
-            connection.connect()
-        proxy.slow(10_000)
-        started = time.monotonic()
-        assert post(connection, entry(payload="x" * 4_000))[0] == 200
-        assert time.monotonic() - started > 0.3
-        wait_until(lambda: proxy.connections == 1, what="one connection")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", proxy.port))
 
 
 # -- PostgreSQL and the backend -----------------------------------------------------------------

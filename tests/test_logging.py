@@ -27,7 +27,6 @@ from pi import Pi
 from serversync import (
     Answer,
     Repeats,
-    StateFile,
     Trouble,
     classify,
     clean,
@@ -513,30 +512,3 @@ def test_an_outage_is_one_line_and_then_recovered_after_so_long(pi: Pi) -> None:
     assert pi.db.pending() == []
     assert len(running.lines("outage, nothing is lost")) == 1
     assert len(running.lines("recovered after")) == 1
-
-
-# --- the state file -------------------------------------------------------------------------------
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    text = (directory / "state.json").read_text()
-    assert text.endswith("\n")
-    state: dict[str, Any] = json.loads(text)
-    return state
-
-
-@pytest.mark.usefixtures("clock")
-def test_the_state_file_says_who_since_when_what_and_how_far(tmp_path: Path) -> None:
-    state = StateFile({"RUNTIME_DIRECTORY": f"{tmp_path}:/nonexistent"})
-    said = {"sentence": 'uploading "recording" 5 日本語', "progress": {"seq": 5, "bytes": 7}}
-    state.write(**said)
-    times = {"since": 1000 + 1.79e9, "at": 1000 + 1.79e9}
-    assert read_state(tmp_path) == {"pid": os.getpid(), **times, **said}
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_a_state_file_that_cannot_be_written_harms_nobody(tmp_path: Path) -> None:
-    for directory in ("/nonexistent", str(tmp_path / "missing"), "/proc", ""):
-        StateFile({"RUNTIME_DIRECTORY": directory}).write(sentence="idle")
-    StateFile({}).write(sentence="idle")
-    assert list(tmp_path.iterdir()) == []
