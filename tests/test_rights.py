@@ -162,7 +162,9 @@ def test_what_a_parent_is_swapped_for_is_not_opened_neither_by_setup_nor_at_boot
 
 
 def test_what_is_in_it_is_opened_and_what_is_not_the_owner_s_is_named(etc: Etc) -> None:
+    """By ACLs that hold for what comes later."""
     recordings = etc.directory("recordings")
+    etc.storage.chmod(0o750)
     for number in range(30):
         call = etc.directory(f"recordings/call-{number}")
         (call / "mixed.wav").touch(mode=0o600)
@@ -177,31 +179,10 @@ def test_what_is_in_it_is_opened_and_what_is_not_the_owner_s_is_named(etc: Etc) 
     assert f"sudo find {recordings} ! -uid {BACKEND.pw_uid}" in done.stdout
     for path in (foreign, secret):
         os.chown(path, BACKEND.pw_uid, BACKEND.pw_gid)
-    etc("--recordings", recordings)
-    etc("--recordings", recordings)  # what is the service's by now does not matter
-
-
-def test_a_directory_is_opened_by_acls_that_hold_for_what_comes_later(etc: Etc) -> None:
-    recordings = etc.directory("recordings")
-    etc.storage.chmod(0o750)
-
-    done = etc("--recordings", recordings, "--backend-user", BACKEND.pw_name)
-
-    assert f"there  {SERVICE.pw_name} may write and delete in {recordings}" in done.stdout
+    for more in ((), ("--backend-user", BACKEND.pw_name)):  # what is opened by now does not matter
+        done = etc("--recordings", recordings, *more)
+        assert f"there  {SERVICE.pw_name} may write and delete in {recordings}" in done.stdout
     assert os.getxattr(recordings, ACL) and os.getxattr(etc.storage, ACL)
-    etc("--recordings", recordings)  # what it made does not refuse it the second time
-
-
-def test_who_else_could_put_another_directory_there_is_named(etc: Etc) -> None:
-    recordings = etc.directory("recordings")
-    etc.storage.chmod(0o775)
-    (by_group,) = etc.refuses(recordings)
-    assert f"{etc.storage} (mode 775, user {BACKEND.pw_uid}) lets others put" in by_group
-    etc.storage.chmod(0o755)
-    os.chown(etc.storage, THIRD.pw_uid, THIRD.pw_gid)
-    (by_owner,) = etc.refuses(recordings)
-    assert f"{etc.storage} (mode 755, user {THIRD.pw_uid}) lets others put" in by_owner
-    assert f"only root and its owner, user {BACKEND.pw_uid}, may write there" in by_owner
 
 
 def refusal(path: object) -> str:
@@ -209,6 +190,18 @@ def refusal(path: object) -> str:
     with pytest.raises(ValueError) as refused:
         serversync._place(str(path))
     return str(refused.value)
+
+
+def test_who_else_could_put_another_directory_there_is_named(etc: Etc) -> None:
+    recordings = etc.directory("recordings")
+    etc.storage.chmod(0o775)
+    by_group = refusal(recordings)
+    assert f"{etc.storage} (mode 775, user {BACKEND.pw_uid}) lets others put" in by_group
+    etc.storage.chmod(0o755)
+    os.chown(etc.storage, THIRD.pw_uid, THIRD.pw_gid)
+    (by_owner,) = etc.refuses(recordings)
+    assert f"{etc.storage} (mode 755, user {THIRD.pw_uid}) lets others put" in by_owner
+    assert f"only root and its owner, user {BACKEND.pw_uid}, may write there" in by_owner
 
 
 def test_names_that_a_file_of_root_s_would_read_otherwise_are_refused(etc: Etc) -> None:

@@ -247,17 +247,21 @@ def test_people_s_commands_work_with_the_role_that_setup_made(
 
 
 def test_printed_sql_changes_nothing_by_itself_and_all_when_psql_runs_it(
-    db: Database, role: Role, backend: Backend
+    pi: Pi, role: Role
 ) -> None:
-    before = catalogs(db)
+    """Also where the backend is in a schema of its own."""
+    move_backend(pi.db, '"Voice, bot"', path='"Voice, bot", public')
+    before = catalogs(pi.db)
     script = role.setup("--print-sql").stdout
-    assert catalogs(db) == before and not list(backend.recordings_dir.iterdir())
+    assert catalogs(pi.db) == before and not list(pi.backend.recordings_dir.iterdir())
     assert f'create role "{role.name}"' in script and "create index concurrently" in script
     psql(role, script)
     assert role.setup("--print-sql").stdout == ""
     done = role.steps()
     assert {name for name, what in done.items() if what == "made"} == {"marker"}
+    assert pi.db.rows(INDEX)[0][0]
     role.all_is_there()
+    assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
 
 
 def psql(role: Role, script: str) -> None:
@@ -266,17 +270,6 @@ def psql(role: Role, script: str) -> None:
         command, input=script, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("printed", [False, True], ids=["directly", "by psql"])
-def test_a_backend_in_a_schema_of_its_own_is_found(pi: Pi, role: Role, printed: bool) -> None:
-    move_backend(pi.db, '"Voice, bot"', path='"Voice, bot", public')
-    if printed:
-        psql(role, role.setup("--print-sql").stdout)
-    role.setup()
-    assert pi.db.rows(INDEX)[0][0]
-    role.all_is_there()
-    assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
 
 
 def test_the_tables_of_an_earlier_role_are_handed_over(pi: Pi, desk: Desk, role: Role) -> None:
@@ -1022,6 +1015,7 @@ def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended
 
 
 def test_a_setting_of_something_else_is_not_taken_for_the_search_path(pi: Pi, role: Role) -> None:
+    """Nor a temporary copy for the outbox."""
     move_backend(pi.db, "voice")
     role.make()
     for setting in (
@@ -1030,7 +1024,12 @@ def test_a_setting_of_something_else_is_not_taken_for_the_search_path(pi: Pi, ro
         f"IN DATABASE {pi.db.name} SET application_name = 'search_path=voice'",
     ):
         role.superuser(f'ALTER ROLE "{role.name}" {setting}')
-    assert role.steps()["search_path"] == "made"
+    with pi.db.connect() as other:
+        other.execute("CREATE TEMP TABLE sync_outbox (LIKE voice.sync_outbox INCLUDING ALL)")
+        assert role.steps()["search_path"] == "made"
+        role.all_is_there()
+    index = "SELECT schemaname FROM pg_indexes WHERE indexname LIKE 'sync_outbox_serv%'"
+    assert pi.db.rows(index) == [("voice",)]
     seq = pi.backend.enqueue()
     pi.once(DATABASE_URL=role.url)
     assert pi.frontend.seqs() == [seq]
@@ -1041,16 +1040,6 @@ def test_a_setting_that_hides_the_outbox_of_public_is_mended(db: Database, role:
     role.superuser(f'ALTER ROLE "{role.name}" SET search_path = archive')
     assert role.steps()["search_path"] == "made"
     role.all_is_there()
-
-
-def test_a_temporary_copy_of_the_outbox_is_not_the_backend_s(db: Database, role: Role) -> None:
-    move_backend(db, "voice")
-    with db.connect() as other:
-        other.execute("CREATE TEMP TABLE sync_outbox (LIKE voice.sync_outbox INCLUDING ALL)")
-        role.is_set_up()
-    assert db.rows(
-        "SELECT schemaname FROM pg_indexes WHERE indexname LIKE 'sync_outbox_serv%'"
-    ) == [("voice",)]
 
 
 @pytest.mark.parametrize("schema", ["voice", "public"])
