@@ -908,13 +908,13 @@ def age(db: Database, seqs: list[int], days: float) -> None:
 
 def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(pi: Pi) -> None:
     """Nor a dead letter, but its row."""
-    first, letter = pi.backend.enqueue(), pi.backend.enqueue()
+    first = pi.backend.enqueue()
+    pi.once()
+    old, letter, recent = (pi.backend.enqueue() for _ in range(3))
     pi.frontend.rejected[entity_of(pi.db, letter)] = "SCHEMA"
     pi.once(code=1)
-    old, recent = pi.backend.enqueue(), pi.backend.enqueue()
-    pi.once()
     pending = pi.backend.enqueue()
-    age(pi.db, [first, letter, old, pending], 4000)
+    age(pi.db, [first, old, letter, pending], 4000)
     pi.db.execute("UPDATE serversync.dead_letters SET created_at = '2020-01-01'")
     assert 200 < prune(pi.agent, SYNC_RETENTION_DAYS=0)[0] <= 300  # not in the first five minutes
     pi.db.execute(
