@@ -4,10 +4,6 @@ import hashlib
 import http.client
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import uuid
 import wave
 from pathlib import Path
@@ -121,32 +117,6 @@ def test_a_misshapen_upload_is_refused_and_leaves_nothing(
     assert connection.getresponse().status == 400
     assert frontend.files == {}
     assert list((frontend.directory / "incoming").iterdir()) == []
-
-
-def test_an_idle_connection_is_closed_and_a_slow_body_times_out(frontend: Frontend) -> None:
-    frontend.idle_timeout = 0.1
-    with socket.create_connection(("127.0.0.1", frontend.port), timeout=5) as sock:
-        assert sock.recv(1) == b""
-    frontend.read_rate = 10_000
-    frontend.body_timeout = 0.3
-    assert post(client(frontend), entry(payload="x" * 20_000))[0] == 408
-    assert 1_000 < frontend.requests[-1].received < 10_000
-
-
-def test_the_program_stores_and_ends_on_sigterm(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("frontend.py")
-    command = [sys.executable, str(program), "--dir", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
-        assert post(connection, entry())[0] == 200
-        call = str(uuid.uuid4())
-        assert upload(connection, b"RIFF", call, str(uuid.uuid4()))[0] == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-    assert (tmp_path / "recordings" / call / "mixed.wav").read_bytes() == b"RIFF"
-    assert len((tmp_path / "entries.jsonl").read_text().splitlines()) == 1
 
 
 # -- PostgreSQL and the backend -----------------------------------------------------------------
