@@ -139,12 +139,12 @@ def test_a_schema_of_a_newer_version_is_78_and_the_doctor_knows_what_to_do(
     assert "version 99" in typist("doctor", code=1).stdout
 
 
-@pytest.mark.parametrize("option", ["--recordings", "--announcements"])
 def test_whoever_only_wants_sql_to_be_printed_opens_no_directory(
-    agent: AgentFactory, tmp_path: Path, option: str
+    typist: Typist, tmp_path: Path
 ) -> None:
-    refused = Desk(agent)("setup", "--print-sql", option, str(tmp_path), code=2)
-    assert refused.stdout == "" and "name no directory" in refused.stderr
+    for option in ("--recordings", "--announcements"):
+        refused = typist("setup", "--print-sql", option, str(tmp_path), code=2)
+        assert refused.stdout == "" and "name no directory" in refused.stderr
 
 
 def test_a_right_that_the_role_lacks_is_78_and_the_line_that_grants_it_of_every_command(
@@ -231,6 +231,8 @@ def odd_files(directory: Path) -> Iterator[Path]:
     with named("too large").open("w") as file:
         file.write(good)
         file.truncate(3 << 30)
+    for number, text in enumerate(("", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}')):
+        named(f"nonsense {number}").write_text(text)
     named("too deep").write_text(f'{good[:-1]}, "more": {"[" * 200_000}')
     yield from sorted(directory.iterdir())
 
