@@ -230,7 +230,6 @@ class Screen:
         self.lines = [""] * rows
         self.row = self.column = 0
         self.scrolled = 0
-        self.colours: set[str] = set()
         self.alternate = False
         self._main: tuple[list[str], int, int] = ([""] * rows, 0, 0)
 
@@ -265,8 +264,6 @@ class Screen:
         match parameters + final:
             case "H":
                 self.row = self.column = 0
-            case "K":
-                self.lines[self.row] = self.lines[self.row][: self.column]
             case "J":
                 self.lines[self.row] = self.lines[self.row][: self.column]
                 self.lines[self.row + 1 :] = [""] * (self.rows - self.row - 1)
@@ -276,10 +273,6 @@ class Screen:
             case "?1049l":
                 self.lines, self.row, self.column = self._main
                 self.alternate = False
-            case "?25l" | "?25h":
-                self.colours ^= {"hidden cursor"}
-            case other if re.fullmatch(r"[0-9;]*m", other):
-                self.colours.add(other)
             case other:
                 raise AssertionError(f"a sequence that nobody expected: {other}")
 

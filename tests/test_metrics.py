@@ -138,10 +138,12 @@ def a_bit_of_everything(pi: Pi) -> Agent:
 # -- the text -------------------------------------------------------------------------------------
 
 
-def test_promtool_finds_nothing_to_complain_of_and_every_metric_is_there(
+def test_every_metric_is_there_as_promtool_alerts_and_dashboard_want_it_and_says_what_is_so(
     pi: Pi, promtool: str
 ) -> None:
+    before = time.time()
     running = a_bit_of_everything(pi)
+    pi.db.execute("update sync_outbox set created_at = now() - interval '1 hour'")
 
     seen = scrape(pi.agent, running)
 
@@ -155,14 +157,15 @@ def test_promtool_finds_nothing_to_complain_of_and_every_metric_is_there(
     for name, kind in seen.types.items():
         assert re.search(rf"^# HELP {name} \S.+\.\n# TYPE {name} {kind}\n{name}", seen.text, re.M)
 
+    # Alerts and dashboard name nothing else; and of it all but what is only there for alerts.
+    for path in (RULES, RULES_TEST, DASHBOARD):
+        named = set(NAME.findall(path.read_text()))
+        assert named and named <= seen.names, path
+    asked = set(NAME.findall(" ".join(expressions())))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    assert families | {"serversync_outage", "outbox_retry_count"} >= {*serversync.METRICS}
 
-def test_gauges_say_what_the_database_and_the_disk_say(pi: Pi) -> None:
-    before = time.time()
-    running = a_bit_of_everything(pi)
-    pi.db.execute("update sync_outbox set created_at = now() - interval '1 hour'")
-
-    seen = scrape(pi.agent, running)
-
+    # What the database and the disk say.
     assert seen("serversync_pending_entries") == len(pi.db.pending()) == 1
     assert 3600 <= seen("serversync_oldest_pending_seconds") < 3900
     assert seen.series("serversync_waiting_entries") == {"FRONTEND_5XX": 1}
@@ -181,16 +184,17 @@ def test_gauges_say_what_the_database_and_the_disk_say(pi: Pi) -> None:
     assert all(re.match(r"\d+\.\d+", version) for version in build[1:]) and len(build) == 5
 
 
-def test_an_untouched_database_counts_zero(db: Database, agent: AgentFactory) -> None:
-    assert agent.once().returncode == 0
-
-    seen = scrape(agent)
+def test_an_untouched_database_counts_zero_and_of_a_directory_that_is_not_there_nothing_is_said(
+    agent: AgentFactory, schema: None, tmp_path: Path
+) -> None:
+    seen = scrape(agent, SYNC_RECORDINGS_DIR=tmp_path / "unmounted")
 
     assert seen("serversync_database_up") == 1
     assert seen("serversync_pending_entries") == seen("serversync_oldest_pending_seconds") == 0
     assert len(seen.counted()) == 3 + 4 + 1 + 4 + (8 + 2) + (10 + 2)
     assert set(seen.counted().values()) == {0}
-    assert "serversync_last_success_timestamp_seconds" not in seen.names
+    gone = {f"serversync_{name}_bytes" for name in ("recordings", "disk_free", "disk_size")}
+    assert not seen.names & {"serversync_last_success_timestamp_seconds", *gone}
 
 
 def of_the_database(seen: Scrape) -> set[str]:
@@ -219,18 +223,6 @@ def test_without_its_tables_what_is_not_known_is_left_out(
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
 
 
-def test_a_recordings_directory_that_is_not_there_is_left_out(
-    db: Database, agent: AgentFactory, tmp_path: Path
-) -> None:
-    assert agent.once().returncode == 0
-
-    seen = scrape(agent, SYNC_RECORDINGS_DIR=tmp_path / "unmounted")
-
-    assert seen("serversync_database_up") == 1
-    gone = {"serversync_recordings_bytes", "serversync_disk_free_bytes"}
-    assert not seen.names & {*gone, "serversync_disk_size_bytes"}
-
-
 def test_labels_from_outside_are_escaped_and_hold_no_secret(pi: Pi, promtool: str) -> None:
     pi.poisoned(Reply(500))
     pi.agent.once()
@@ -244,15 +236,6 @@ def test_labels_from_outside_are_escaped_and_hold_no_secret(pi: Pi, promtool: st
         'a\\"} 1 evil_total{x=\\"\\\\ Bearer *** ***   ä'
     ]
     assert "evil_total" not in seen.names
-
-
-def test_a_disk_without_room_for_the_text_is_an_error_that_the_caller_sees(
-    db: Database, agent: AgentFactory
-) -> None:
-    full = ["sh", "-c", 'exec "$@" >/dev/full', "sh"]
-    process = agent(args=["metrics"], prefix=full)
-
-    assert process.wait(60) != 0
 
 
 # -- who is there ---------------------------------------------------------------------------------
@@ -377,50 +360,43 @@ def test_everything_is_counted_once_as_the_frontend_got_it(pi: Pi, numbers: Numb
     assert numbers.scrape().counted() == seen.counted()
 
 
-def test_what_the_frontend_had_already_is_counted_apart(pi: Pi, numbers: Numbers) -> None:
+def test_what_was_there_already_and_looks_at_a_file_are_no_sendings(
+    pi: Pi, numbers: Numbers
+) -> None:
     pi.frontend.on_entries = lambda request: Reply(409, {}, {"ok": True})
     pi.backend.enqueue_many(3)
     pi.once()
-
     seen = numbers.scrape()
-
     assert seen.series("outbox_dequeue_total") == {"sent": 3, "set_aside": 0, "dead": 0}
     outcomes = {"success": 0, "retry": 0, "dead": 0, "conflict_processed": 3}
     assert seen.series("outbox_send_total") == outcomes
 
-
-def test_a_file_that_was_uploaded_before_leaves_the_queue_without_a_sending(
-    pi: Pi, numbers: Numbers
-) -> None:
+    # A file that was uploaded before leaves the queue without a sending.
+    pi.frontend.on_entries = None
     call = pi.backend.end_call(events=0)
     pi.once()
     before = numbers.scrape()
     again = "update sync_outbox set processed_at = null where id = %s"
     pi.db.execute(again, (call.seq("recording_file"),))
     pi.once()
-
     seen = numbers.scrape()
-
     sent = before("outbox_dequeue_total", "sent")
-    assert seen("outbox_dequeue_total", "sent") == sent + 1 == 4
+    assert seen("outbox_dequeue_total", "sent") == sent + 1 == 7
     assert seen.series("outbox_send_total") == before.series("outbox_send_total")
     assert seen("serversync_upload_bytes_total") == call.size
 
-
-def test_looks_at_a_file_that_is_not_ready_are_no_sendings(pi: Pi, numbers: Numbers) -> None:
+    # One that is not ready is only looked at.
     pi.backend.end_call(meta=False, events=0)
     looks = 3
     for _ in range(looks):
         pi.once(code=75)
         hold(pi.db)
         let_hours_pass(pi.db)
-
     seen = numbers.scrape()
-
     assert seen.series("outbox_dequeue_total")["set_aside"] >= looks
     assert seen.series("outbox_send_total")["retry"] == 0
     assert seen.series("serversync_waiting_entries") == {"NOT_READY": 1}
-    assert pi.frontend.uploads == []
+    assert len(pi.frontend.uploads) == 1
 
 
 def test_entries_of_every_age_fall_into_their_buckets(pi: Pi, numbers: Numbers) -> None:
@@ -536,19 +512,9 @@ def test_no_counter_ever_goes_down(pi: Pi, numbers: Numbers) -> None:
     }
 
 
-def test_an_age_without_end_does_not_hide_the_rest(pi: Pi, numbers: Numbers, promtool: str) -> None:
-    pi.once()
-    pi.backend.enqueue_many(2)
-    pi.db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
-
-    seen = numbers.scrape()
-
-    assert seen("serversync_pending_entries") == 2
-    assert seen("serversync_database_up") == 1
-    assert check(promtool, "check", "metrics", stdin=seen.text) == ""
-
-
-def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(pi: Pi, numbers: Numbers) -> None:
+def test_entries_of_an_odd_time_are_in_the_backlog_and_hide_nothing(
+    pi: Pi, numbers: Numbers, promtool: str
+) -> None:
     pi.once()
     pi.backend.enqueue_many(3)
     pi.db.execute("update sync_outbox set created_at = now() + interval '1 hour'")
@@ -557,35 +523,14 @@ def test_entries_from_a_clock_that_was_ahead_are_in_the_backlog(pi: Pi, numbers:
     assert backlog[-1] == 3 and set(backlog[:-2]) == {0}
     assert numbers.scrape()("serversync_pending_entries") == 3
 
+    pi.db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
+    seen = numbers.scrape()
+    assert seen("serversync_pending_entries") == 3
+    assert seen("serversync_database_up") == 1
+    assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+
 
 # -- alerts ---------------------------------------------------------------------------------------
-
-
-def alerts() -> dict[str, str]:
-    """The text of each alert, by its name."""
-    _, *blocks = re.split(r"^ *- alert: ", RULES.read_text(), flags=re.M)
-    return {block.split("\n", 1)[0]: block for block in blocks}
-
-
-def test_each_alert_fires_and_does_not_fire_as_promtool_sees_it(promtool: str) -> None:
-    assert f"{len(alerts())} rules found" in check(promtool, "check", "rules", RULES)
-    assert "SUCCESS" in check(promtool, "test", "rules", RULES_TEST)
-
-
-@pytest.mark.parametrize("name", alerts())
-def test_each_alert_has_a_case_and_says_what_to_do(name: str) -> None:
-    block = alerts()[name]
-    assert re.search(r"^ +for: \d+[mh]$", block, re.M)
-    assert re.search(r"^ +severity: (warning|critical)$", block, re.M)
-    summary, description = re.search(
-        r"^ +summary: (.*?)\n +description: >-\n(.*)", block, re.M | re.S
-    ).groups()  # type: ignore[union-attr]
-    assert name == "ServersyncAbsent" or "{{ $labels.instance }}" in summary
-    assert re.search(
-        r"serversync (status|doctor|dlq|metrics)|systemctl|serversync-admin", description
-    )
-    case = RULES_TEST.read_text()
-    assert f'alertname="{name}", alertstate="firing"' in case
 
 
 # What the issue wants to be told of.
@@ -601,9 +546,23 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("what", WANTED)
-def test_there_is_an_alert_for(what: str) -> None:
-    assert any(WANTED[what] in block for block in alerts().values())
+def test_each_alert_has_a_case_says_what_to_do_and_fires_as_promtool_sees_it(promtool: str) -> None:
+    _, *blocks = re.split(r"^ *- alert: ", RULES.read_text(), flags=re.M)
+    assert f"{len(blocks)} rules found" in check(promtool, "check", "rules", RULES)
+    assert "SUCCESS" in check(promtool, "test", "rules", RULES_TEST)
+    case = RULES_TEST.read_text()
+    for block in blocks:
+        name, _, text = block.partition("\n")
+        assert re.search(r"^ +for: \d+[mh]$", text, re.M), name
+        assert re.search(r"^ +severity: (warning|critical)$", text, re.M), name
+        found = re.search(r"^ +summary: (.*?)\n +description: >-\n(.*)", text, re.M | re.S)
+        assert found, name
+        assert name == "ServersyncAbsent" or "{{ $labels.instance }}" in found[1]
+        to_do = r"serversync (status|doctor|dlq|metrics)|systemctl|serversync-admin"
+        assert re.search(to_do, found[2]), name
+        assert f'alertname="{name}", alertstate="firing"' in case
+    for what, expression in WANTED.items():
+        assert any(expression in block for block in blocks), what
 
 
 # -- the dashboard --------------------------------------------------------------------------------
@@ -638,7 +597,9 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
     assert "Dead letters" in titles
 
 
-def test_every_panel_asks_the_chosen_source_for_the_chosen_devices() -> None:
+def test_every_panel_asks_the_chosen_source_for_the_chosen_devices_as_promtool_understands_it(
+    promtool: str, tmp_path: Path
+) -> None:
     variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
     assert list(variables) == ["datasource", "instance"]
     assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
@@ -647,34 +608,12 @@ def test_every_panel_asks_the_chosen_source_for_the_chosen_devices() -> None:
         assert len(set(references)) == len(references) > 0
         for part in (panel, *panel["targets"]):
             assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    for expression in expressions():
+    rules = []
+    for number, expression in enumerate(expressions()):
         selectors = expression.count('instance=~"$instance"')
         assert selectors == len(NAME.findall(expression)) > 0, expression
-
-
-def test_promtool_understands_every_expression_of_the_dashboard(
-    promtool: str, tmp_path: Path
-) -> None:
-    rules = [
-        {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "5m")}
-        for number, text in enumerate(expressions())
-    ]
+        text = expression.replace("$__rate_interval", "5m")
+        rules.append({"record": f"panel:{number}", "expr": text})
     path = tmp_path / "rules.yml"
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
-
     assert f"{len(rules)} rules found" in check(promtool, "check", "rules", path)
-
-
-def test_alerts_and_dashboard_name_only_what_is_really_printed(pi: Pi) -> None:
-    running = a_bit_of_everything(pi)
-    printed = scrape(pi.agent, running).names
-
-    for path in (RULES, RULES_TEST):
-        named = set(NAME.findall(path.read_text()))
-        assert named and named <= printed, path
-    asked = set(NAME.findall(" ".join(expressions())))
-    assert asked <= printed
-    # And nothing of it is missing but what is only there for alerts.
-    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
-    only_alerts = {"serversync_outage"}
-    assert families | only_alerts | {"outbox_retry_count"} >= {*serversync.METRICS}

@@ -26,7 +26,6 @@ from pi import Pi
 from proxy import Proxy
 from waiting import wait_until
 
-NOWHERE = "postgresql://127.0.0.1:9/x"
 SHAPE = {
     "version": 0,
     "device": 0,
@@ -89,16 +88,8 @@ def test_a_running_agent_with_nothing_to_do(pi: Pi, desk: Desk) -> None:
     running = pi.idle()
 
     screen = desk("status", **beside(running)).stdout
-    assert screen.splitlines()[0].split() == [
-        *(
-            "serversync",
-            f"{serversync.__version__},",
-            "device",
-            "test-device,",
-            "to",
-            pi.frontend.url,
-        )
-    ]
+    first = " ".join(screen.splitlines()[0].split())
+    assert first == f"serversync {serversync.__version__}, device test-device, to {pi.frontend.url}"
     rows = rows_of(screen)
     assert set(rows) == {"health", "agent", "outbox", "dead letters", "delivered", "recordings"}
     assert rows["health"] == "all delivered; nothing was sent yet"
@@ -121,32 +112,31 @@ def test_a_running_agent_with_nothing_to_do(pi: Pi, desk: Desk) -> None:
     assert before - 1 <= moment(seen["since"]) <= moment(seen["seen_at"]) <= time.time()
     assert seen["sentence"] == "all delivered; nothing was sent yet"
     assert view["database"] == {"ok": True, "error": None}
-    assert view["outbox"] == {
-        "pending": 0,
-        "oldest_at": None,
-        "oldest_seconds": 0,
-        "by_type": {},
-        "waiting": 0,
-        "reasons": {},
-    }
+    numbers = dict.fromkeys(("pending", "oldest_seconds", "waiting"), 0)
+    assert view["outbox"] == numbers | {"oldest_at": None, "by_type": {}, "reasons": {}}
     assert view["recordings"]["directory"] == str(pi.backend.recordings_dir)
     assert view["dead_letters"] == dict.fromkeys(SHAPE["dead_letters"], 0)  # type: ignore[call-overload]
     nothing = {"entries": 0, "files": 0, "bytes": 0}
     assert view["deliveries"] == {"last_success_at": None, "hour": nothing, "day": nothing}
     assert view["checks"] == {"listening": True}
     assert view["outages"] == [] and view["progress"] is None
-    assert view["health"] == {
-        "state": "good",
-        "sentence": "all delivered; nothing was sent yet",
-    }
+    assert view["health"] == {"state": "good", "sentence": seen["sentence"]}
 
 
-def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(pi: Pi, desk: Desk) -> None:
-    running = pi.idle()
+def test_a_standby_is_shown_as_one_and_without_an_agent_the_exit_code_says_so(
+    pi: Pi, typist: Typist
+) -> None:
+    running, second = pi.idle(), pi.agent()
+    second.wait_sentence("standby")
+    rows = rows_of(typist("status", **beside(second)).stdout)
+    assert rows["agent"].startswith("standby for ")
+    assert rows["health"] == "standby: another agent holds the lock"
+    assert typist.json("status", **beside(second))["agent"]["state"] == "standby"
+    second.kill()
     # Another host, or another /run: the database knows that there is one.
-    rows = rows_of(desk("status", code=69).stdout)
+    rows = rows_of(typist("status", code=69).stdout)
     assert rows["health"] == "the agent is not seen here, but another session holds the lock"
-    assert desk.json("status", code=69)["agent"] == {
+    assert typist.json("status", code=69)["agent"] == {
         "state": "elsewhere",
         **dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight")),
     }
@@ -157,32 +147,13 @@ def test_without_an_agent_the_rest_is_shown_and_the_exit_code_says_so(pi: Pi, de
     )
     pi.backend.enqueue()
     # Its state file is still there.
-    rows = rows_of(desk("status", code=69, **beside(running)).stdout)
+    rows = rows_of(typist("status", code=69, **beside(running)).stdout)
     assert rows["health"].startswith("the agent is not running: sudo systemctl start serversync")
     assert rows["health"].endswith("; 1 waiting")
     assert re.fullmatch(r"1 pending, the oldest for \d+ (s|min): schedule 1", rows["outbox"])
-    view = desk.json("status", code=69, **beside(running))
+    view = typist.json("status", code=69, **beside(running))
     assert view["agent"]["state"] == "stopped" and view["outbox"]["pending"] == 1
     assert view["agent"]["pid"] is view["agent"]["sentence"] is None
-
-
-def test_a_standby_is_shown_as_one(desk: Desk, agent: AgentFactory) -> None:
-    agent().wait_sentence("all delivered")
-    second = agent()
-    second.wait_sentence("standby")
-    rows = rows_of(desk("status", **beside(second)).stdout)
-    assert rows["agent"].startswith("standby for ")
-    assert rows["health"] == "standby: another agent holds the lock"
-    assert desk.json("status", **beside(second))["agent"]["state"] == "standby"
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}'])
-def test_a_state_file_that_makes_no_sense_is_no_agent(
-    desk: Desk, tmp_path: Path, content: str
-) -> None:
-    (tmp_path / "state.json").write_text(content)
-    view = desk.json("status", code=69, RUNTIME_DIRECTORY=tmp_path, DATABASE_URL=NOWHERE)
-    assert view["agent"]["state"] == "stopped"
 
 
 @needs_root
@@ -259,27 +230,31 @@ def test_without_a_database_it_says_so_and_shows_what_else_there_is(
     assert view["checks"]["listening"] is False
 
 
-def test_without_the_schema_it_names_the_command_that_makes_it(desk: Desk, db: Database) -> None:
-    rows = rows_of(desk("status", code=69).stdout)
+def test_without_the_schema_it_names_the_command_that_makes_it_and_never_a_password(
+    typist: Typist,
+) -> None:
+    rows = rows_of(typist("status", code=69).stdout)
     assert "sudo serversync setup" in rows["health"]
     assert rows["health"].startswith("the agent is not running")
-
-
-def test_the_password_of_the_database_is_not_shown(desk: Desk) -> None:
     url = "postgresql://someone:hunter-of-9@127.0.0.1:9/x"
     for how in ([], ["--json"]):
-        assert "hunter-of-9" not in desk("status", *how, code=69, DATABASE_URL=url).stdout
+        assert "hunter-of-9" not in typist("status", *how, code=69, DATABASE_URL=url).stdout
 
 
-def test_a_recordings_directory_that_is_not_there_is_named(
-    desk: Desk, agent: AgentFactory, tmp_path: Path
+def test_a_recordings_directory_that_is_not_there_is_named_and_entries_of_no_date_are_counted(
+    pi: Pi, typist: Typist, tmp_path: Path
 ) -> None:
-    agent.once()
-    missing = tmp_path / "unmounted"
-    shown = desk("status", code=69, SYNC_RECORDINGS_DIR=missing).stdout
-    assert f"{missing} cannot be read" in rows_of(shown)["recordings"]
-    view = desk.json("status", code=69, SYNC_RECORDINGS_DIR=missing)
-    assert view["recordings"]["bytes"] is view["recordings"]["disk_free"] is None
+    pi.agent.once()
+    pi.backend.enqueue()
+    missing: dict[str, Any] = {"SYNC_RECORDINGS_DIR": tmp_path / "unmounted"}
+    for when in ("infinity", "-infinity"):
+        pi.db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
+        shown = typist("status", code=69, **missing).stdout
+        assert "1 pending" in shown
+        assert f"{tmp_path / 'unmounted'} cannot be read" in rows_of(shown)["recordings"]
+        view = typist.json("status", code=69, **missing)
+        assert view["outbox"]["pending"] == 1
+        assert view["recordings"]["bytes"] is view["recordings"]["disk_free"] is None
 
 
 # -- what waits, and why --------------------------------------------------------------------------
@@ -352,11 +327,12 @@ def test_everything_that_waits_is_counted_with_its_reasons(pi: Pi, desk: Desk) -
     assert letter.id not in json.dumps(view)
 
 
-def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(pi: Pi, desk: Desk) -> None:
-    pi.frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"})
+def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try_on_sixty_columns(
+    pi: Pi, desk: Desk
+) -> None:
+    pi.frontend.on_entries = lambda request: Reply(429, {"Retry-After": "3600"}, body="x" * 100)
     pi.backend.enqueue()
     running = pi.agent()
-    running.wait_log("outage")
     wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
 
     rows = rows_of(desk("status", **beside(running)).stdout)
@@ -372,64 +348,46 @@ def test_an_outage_is_shown_with_its_age_its_reason_and_the_next_try(pi: Pi, des
         lasts = moment(outage["next_try_at"]) - moment(outage["since"])
         assert 3500 <= lasts <= 4020  # the random part
 
-
-def test_entries_of_no_date_at_all_are_counted(pi: Pi, typist: Typist) -> None:
-    pi.agent.once()
-    pi.backend.enqueue()
-    for when in ("infinity", "-infinity"):
-        pi.db.execute("UPDATE sync_outbox SET created_at = %s", (when,))
-        assert "1 pending" in typist("status", code=69).stdout
-        assert typist.json("status", code=69)["outbox"]["pending"] == 1
-
-
-def test_hostile_text_is_shown_as_text(pi: Pi, desk: Desk) -> None:
-    hostile = "\x1b]0;title\x07\x9b2J\r\nagent  "
-    pi.agent.once()
-    for number in range(4):
-        pi.backend.enqueue(f"{hostile}{number}")
-    pi.frontend.on_entries = lambda request: Reply(
-        503, {"Retry-After": "60"}, body=f"<title>{hostile}</title>"
-    )
-    pi.frontend.on_head = lambda request: Reply(
-        raw=b"HTTP/1.1 503 \x1b[2J\x9b\r\nContent-Length: 0\r\nX: \x1b[2J\r\n\r\n"
-    )
-    running = pi.agent(SYNC_BATCH_SIZE=1)
-    running.wait_log("outage")
-    wait_until(lambda: running.state()["outages"], what="the outage", state=running.log)
-    # Desk looks at every letter of it.
-    rows = rows_of(desk("status", **beside(running)).stdout)
-    assert "title" in rows["outbox"]
-    view = desk.json("status", **beside(running))
-    assert len(view["outbox"]["by_type"]) == 4
-    with Terminal(pi.agent.env(**beside(running)), "status", rows=30, columns=200) as terminal:
+    env = pi.agent.env(**beside(running))
+    with Terminal(env, "status", "--watch", rows=30, columns=60) as terminal:
+        terminal.wait_for("next try")
+        assert terminal.screen.scrolled == 0 and terminal.screen.text.count("serversync 0") == 1
+        wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
+        columns = [line[:13].strip() for line in terminal.screen.text.splitlines()[2:]]
+        assert [title for title in columns if title][:3] == ["health", "agent", "outbox"]
+        before = terminal.modes
+        terminal.press("q")
         assert terminal.wait() == 0
-        assert "4 pending" in terminal.screen.text
+        assert termios.tcgetattr(terminal._master) == before
 
 
 # -- on a terminal --------------------------------------------------------------------------------
 
 
-BAR = re.compile(r"^(upload|drain) +\[(#*)(\.*)\] +(\d+) % +(.*)$", re.M)
+BAR = re.compile(r"^drain +\[(#*)(\.*)\] +(\d+) % +(.*)$", re.M)
 
 
-def bars(frames: list[str], kind: str) -> list[tuple[int, str]]:
-    """Of each frame with such a bar: its per cent, and the words behind it."""
+def bars(frames: list[str]) -> list[tuple[int, str]]:
+    """Of each frame with a bar: its per cent, and the words behind it."""
     found, widths = [], set()
     for frame in frames:
-        match = BAR.search(frame)
-        if match and match[1] == kind:
-            full, width = len(match[2]), len(match[2] + match[3])
+        if match := BAR.search(frame):
+            full, width = len(match[1]), len(match[1] + match[2])
             widths.add(width)
             # The nearest place, and the nearest per cent.
-            assert abs(full / width - int(match[4]) / 100) <= 0.5 / width + 0.006
-            found.append((int(match[4]), match[5]))
+            assert abs(full / width - int(match[3]) / 100) <= 0.5 / width + 0.006
+            found.append((int(match[3]), match[4]))
     assert len(widths) <= 1
     assert [full for full, _ in found] == sorted(full for full, _ in found)
     return found
 
 
-def assert_repainted(terminal: Terminal) -> None:
-    """In place: on the alternate screen, from its first corner on, and nothing has moved away."""
+def assert_restored(terminal: Terminal) -> None:
+    """The terminal is as it was, and the last screen stays; all were painted in place: on the
+    alternate screen, from its first corner on, and nothing has moved away."""
+    assert not terminal.screen.alternate
+    assert terminal.screen.column == 0
+    assert "serversync" in terminal.screen.text and "Traceback" not in terminal.written
     assert terminal.written.startswith("\x1b[?1049h\x1b[H")
     assert terminal.written.count("\x1b[?1049h") == terminal.written.count("\x1b[?1049l") == 1
     assert terminal.written.count("\x1b[H") >= 3
@@ -437,37 +395,11 @@ def assert_repainted(terminal: Terminal) -> None:
     assert terminal.screen.scrolled == 0
 
 
-def grown(terminal: Terminal, kind: str) -> None:
-    """Wait until a bar has been painted at three lengths."""
-    wait_until(
-        lambda: len({full for full, _ in bars(terminal.frames, kind)}) >= 3,
-        90,
-        f"a bar of the {kind} that grows",
-        lambda: terminal.screen.text,
-    )
-
-
 def end(terminal: Terminal) -> None:
-    """Ctrl-C; the terminal is as it was, and the last screen stays."""
+    """Ctrl-C."""
     terminal.press("\x03")
     assert terminal.wait() == 0
-    assert not terminal.screen.alternate
-    assert terminal.screen.column == 0
-    assert "serversync" in terminal.screen.text and "Traceback" not in terminal.written
-    assert "hidden cursor" not in terminal.screen.colours
-    assert_repainted(terminal)
-
-
-def test_watching_shows_how_far_an_upload_is(pi: Pi) -> None:
-    pi.frontend.read_rate = 150_000
-    call = pi.backend.end_call(seconds=90)
-    running = pi.agent()
-    with Terminal(pi.agent.env(**beside(running)), "status", "--watch") as terminal:
-        grown(terminal, "upload")
-        end(terminal)
-    size = serversync.human(call.size)
-    words = rf"[\d.]+ (bytes|kB|MB) of {re.escape(size)}, [\d.]+ (bytes|kB|MB)/s, \d+ (s|min) left"
-    assert re.fullmatch(words, bars(terminal.frames, "upload")[-1][1])
+    assert_restored(terminal)
 
 
 def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(pi: Pi) -> None:
@@ -481,13 +413,18 @@ def test_watching_shows_how_far_a_drain_is_and_then_that_it_is_over(pi: Pi) -> N
     pi.backend.enqueue_many(1000)
     running = pi.agent(SYNC_BATCH_SIZE=10)
     with Terminal(pi.agent.env(**beside(running)), "status", "--watch") as terminal:
-        grown(terminal, "drain")
+        wait_until(
+            lambda: len({full for full, _ in bars(terminal.frames)}) >= 3,
+            90,
+            "a bar that grows",
+            lambda: terminal.screen.text,
+        )
         go_on.append(True)
         terminal.wait_for("nothing pending")
         wait_until(lambda: not BAR.search(terminal.screen.text), what="the end of the bar")
         end(terminal)
     words = r"\d+ of (\d+) entries, \d+/s(, \d+ (s|min) left)?"
-    totals = [re.fullmatch(words, text) for _, text in bars(terminal.frames, "drain")]
+    totals = [re.fullmatch(words, text) for _, text in bars(terminal.frames)]
     # What was sent since the agent last wrote its state file is in neither part of the total.
     assert all(match and int(match[1]) <= 1000 for match in totals)
     assert any(match and match[2] for match in totals)
@@ -511,7 +448,9 @@ def test_watching_goes_on_while_the_database_comes_and_goes(
         end(terminal)
 
 
-def test_the_screen_fits_however_many_types_wait(pi: Pi, desk: Desk) -> None:
+def test_the_screen_fits_however_many_types_wait_and_a_signal_leaves_the_terminal_as_it_was(
+    pi: Pi, typist: Typist
+) -> None:
     pi.agent.once()
     for number in range(120):
         pi.backend.enqueue(f"{number:03} an entity type as long")
@@ -522,26 +461,10 @@ def test_the_screen_fits_however_many_types_wait(pi: Pi, desk: Desk) -> None:
     with Terminal(pi.agent.env(), "status", "--watch") as terminal:
         terminal.wait_for("120 pending")
         wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
-        end(terminal)
-    assert len(desk.json("status", code=69)["outbox"]["by_type"]) == 120
-
-
-def test_sixty_columns_are_enough_and_q_ends_the_watching(pi: Pi) -> None:
-    pi.frontend.on_entries = lambda request: Reply(401, body="x" * 100)
-    pi.backend.end_call()
-    running = pi.agent()
-    running.wait_sentence("nothing gets through")
-    env = pi.agent.env(**beside(running))
-    with Terminal(env, "status", "--watch", rows=30, columns=60) as terminal:
-        terminal.wait_for("next try")
-        assert terminal.screen.scrolled == 0 and terminal.screen.text.count("serversync 0") == 1
-        wait_until(lambda: len(terminal.frames) >= 3, 60, "some screens")
-        columns = [line[:13].strip() for line in terminal.screen.text.splitlines()[2:]]
-        assert [title for title in columns if title][:3] == ["health", "agent", "outbox"]
-        before = terminal.modes
-        terminal.press("q")
-        assert terminal.wait() == 0
-        assert termios.tcgetattr(terminal._master) == before
+        os.kill(terminal.pid, signal.SIGTERM)
+        terminal.wait()
+        assert_restored(terminal)
+    assert len(typist.json("status", code=69)["outbox"]["by_type"]) == 120
 
 
 def test_a_mistake_in_the_file_hides_nothing_else(
@@ -559,14 +482,6 @@ def test_a_mistake_in_the_file_hides_nothing_else(
     view = desk.json("status", code=78, DATABASE_URL="mysql:")
     assert view["database"] == {"ok": False, "error": "the database is not known"}
     assert view["health"]["state"] == "stopped"
-
-
-def test_whoever_ends_the_watching_leaves_the_terminal_as_it_was(agent: AgentFactory) -> None:
-    with Terminal(agent.env(), "status", "--watch") as terminal:
-        terminal.wait_for("not running")
-        os.kill(terminal.pid, signal.SIGTERM)
-        terminal.wait()
-        assert not terminal.screen.alternate and "Traceback" not in terminal.written
 
 
 def test_watching_into_a_pipe_prints_plain_screens_until_nobody_reads(agent: AgentFactory) -> None:
