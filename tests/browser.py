@@ -39,7 +39,6 @@ KEYS = {
     "Escape": (27, ""),
     " ": (32, " "),
 }
-SHIFT = 8
 
 
 class Page:
@@ -85,12 +84,6 @@ class Page:
     def requests(self) -> list[Json]:
         """Every request that the page made: method, url, headers."""
         return [event["request"] for event in self.happened("Network.requestWillBeSent")]
-
-    def response_headers(self, url: str) -> dict[str, str]:
-        """The headers with which this URL was answered, their names in small letters."""
-        answers = [event["response"] for event in self.happened("Network.responseReceived")]
-        headers = next(answer["headers"] for answer in answers if answer["url"] == url)
-        return {name.lower(): value for name, value in headers.items()}
 
     def open(self, url: str) -> None:
         self.events.clear()
@@ -172,19 +165,18 @@ class Page:
                 clickCount=1,
             )
 
-    def press(self, key: str, *, shift: bool = False) -> None:
+    def press(self, key: str) -> None:
         code, text = KEYS[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-        common["modifiers"] = SHIFT if shift else 0
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
-    def tab_to(self, selector: str, most: int = 100) -> int:
-        """Press Tab until this has the focus; how often it took."""
-        for pressed in range(1, most + 1):
+    def tab_to(self, selector: str, most: int = 100) -> None:
+        """Press Tab until this has the focus."""
+        for _ in range(most):
             self.press("Tab")
             if self.js(f"document.activeElement.matches({json.dumps(selector)})"):
-                return pressed
+                return
         raise AssertionError(f"{selector} cannot be reached by Tab: {self.focused()}")
 
     def focused(self) -> str:
