@@ -113,15 +113,6 @@ def test_lintian_has_nothing_to_say(deb: Path) -> None:
     assert said.strip() == ""
 
 
-def test_the_version_is_the_program_s_everywhere(deb: Path) -> None:
-    changelog = DEBIAN / "changelog"
-    newest = re.search(r"^serversync \((.*?)\)", changelog.read_text())
-    assert newest and newest[1] == serversync.__version__
-    assert run("dpkg-deb", "-f", deb, "Version").strip() == serversync.__version__
-    told = re.search(r"^## \[(.*?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
-    assert told and told[1] == serversync.__version__
-
-
 def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path) -> None:
     files = {
         str(path.relative_to(tree))
@@ -158,6 +149,13 @@ def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path
         assert run("man", "-M", tree / "usr/share/man", "-w", page).strip().endswith(".gz")
     assert (tree / "DEBIAN" / "conffiles").read_text() == "/etc/serversync.env\n"
     assert run("dpkg-deb", "-f", deb, "Architecture").strip() == "all"
+    assert run("dpkg-deb", "-f", deb, "Version").strip() == serversync.__version__
+    for path, line in (
+        (DEBIAN / "changelog", r"^serversync \((.*?)\)"),
+        (REPOSITORY / "CHANGELOG.md", r"^## \[(.*?)\]"),
+    ):
+        newest = re.search(line, path.read_text(), re.M)
+        assert newest and newest[1] == serversync.__version__
     # Only the launcher is parsed at each start; the program is compiled once, by the target.
     assert len((tree / "usr/bin/serversync").read_text().splitlines()) <= 10
     assert "py3compile -p serversync" in (tree / "DEBIAN" / "postinst").read_text()
@@ -169,24 +167,20 @@ def test_the_package_holds_what_it_should_and_nothing_else(deb: Path, tree: Path
 CONFFILE = "f9fa2af89b1ec89e67ba9bcf0c2874cf45f5d8e25b66090e34c3a58122a34a2f"
 
 
-def test_the_conffile_is_the_one_that_boxes_have(tree: Path) -> None:
-    text = (tree / "etc/serversync.env").read_bytes()
-
-    assert hashlib.sha256(text).hexdigest() == CONFFILE
-    assert len(text.splitlines()) < 60
-    assert b"/usr/share/doc/serversync/examples/serversync.env" in text
-
-
-def test_the_configuration_is_the_tree_s_and_the_full_sample_has_every_key(tree: Path) -> None:
+def test_the_conffile_is_the_one_that_boxes_have_and_the_full_sample_has_every_key(
+    tree: Path,
+) -> None:
     conffile = (tree / "etc/serversync.env").read_text()
+    assert hashlib.sha256(conffile.encode()).hexdigest() == CONFFILE
+    assert len(conffile.splitlines()) < 60
+    assert "/usr/share/doc/serversync/examples/serversync.env" in conffile
     assert conffile == (REPOSITORY / "etc" / "serversync.env").read_text()
-    assert serversync.parse_env_file(conffile) == {}
 
     sample = (tree / "usr/share/doc/serversync/examples/serversync.env").read_text()
     shown = dict(re.findall(r"^#([A-Z_<>]+)=(.*)$", sample, re.M))
     options = serversync.OPTIONS.items()
     assert shown == {name: option.metadata["default"] or "" for name, option in options}
-    assert serversync.parse_env_file(sample) == {}
+    assert serversync.parse_env_file(conffile) == serversync.parse_env_file(sample) == {}
 
 
 def test_the_service_s_unit_is_as_the_design_wants_it(tree: Path) -> None:
@@ -268,60 +262,67 @@ def test_a_library_that_is_not_there_yet_is_one_sentence_and_no_traceback() -> N
     assert done.stderr.startswith("serversync cannot start: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", ["postinst", "prerm", "postrm"])
-def test_the_maintainer_scripts_are_plain_posix_shell(tree: Path, script: str) -> None:
-    run("dash", "-n", tree / "DEBIAN" / script)
+def test_the_maintainer_scripts_are_plain_posix_shell(tree: Path) -> None:
     install_missing("shellcheck")
-    own = (DEBIAN / script).read_text()
-    assert own.count("#DEBHELPER#") == 1
-    run("shellcheck", "-s", "sh", DEBIAN / script)
+    for script in ("postinst", "prerm", "postrm"):
+        run("dash", "-n", tree / "DEBIAN" / script)
+        assert (DEBIAN / script).read_text().count("#DEBHELPER#") == 1
+        run("shellcheck", "-s", "sh", DEBIAN / script)
 
 
 # --- packaging/release ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """This tree, committed somewhere else, with a CHANGELOG.md that is ready for a release."""
+COMMIT = "git add -A; git -c user.name=nobody -c user.email=nobody@example.com commit -q -m state"
+MISTAKES = {
+    "not committed": "echo >>serversync.py",
+    "CHANGELOG.md begins with": (
+        f"sed -i '0,/^## /s/2026-12-24/unreleased/' CHANGELOG.md; {COMMIT}"
+    ),
+    "packaging/debian/changelog says": (
+        f"sed -i '1s/(.*)/(9.9)/' packaging/debian/changelog; {COMMIT}"
+    ),
+    "is there already": f"git tag v{serversync.__version__}",
+}
+
+
+def test_a_release_is_one_command_that_leaves_what_its_checksums_say_or_names_the_mistake(
+    tmp_path: Path,
+) -> None:
+    install_missing("lintian", "dpkg-dev", "debhelper", "dh-python")
+    # This tree, committed somewhere else, with a CHANGELOG.md that is ready for a release.
     clone = tmp_path / "clone"
+    dist, version = clone / "packaging" / "dist", serversync.__version__
     clone.mkdir()
-    script = """
+    copied = """
         git -c safe.directory="$PWD" ls-files -z -co --exclude-standard |
             while IFS= read -r -d "" file; do [ ! -e "$file" ] || printf "%s\\0" "$file"; done |
             tar -c --null -T - | tar -x -C "$1"
     """
-    run("bash", "-euc", f"cd {REPOSITORY}; {script}", "bash", clone)
+    run("bash", "-euc", f"cd {REPOSITORY}; {copied}", "bash", clone)
     changelog = clone / "CHANGELOG.md"
-    text, version = changelog.read_text(), re.escape(serversync.__version__)
-    changelog.write_text(re.sub(rf"(## \[{version}\] - ).*", r"\g<1>2026-12-24", text, count=1))
-    run("git", "-C", clone, "init", "-q")
-    commit(clone)
-    return clone
+    ready = rf"(## \[{re.escape(version)}\] - ).*", r"\g<1>2026-12-24"
+    changelog.write_text(re.sub(*ready, changelog.read_text(), count=1))
 
+    def in_clone(script: str) -> None:
+        run("bash", "-euc", f"cd {clone}; {script}")
 
-def commit(clone: Path) -> None:
-    run("git", "-C", clone, "add", "-A")
-    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.com")
-    run("git", "-C", clone, *who, "commit", "-q", "-m", "a state")
+    def release() -> subprocess.CompletedProcess[str]:
+        words = [str(clone / "packaging" / "release"), "--skip-tests"]
+        nothing = subprocess.DEVNULL
+        return subprocess.run(words, stdin=nothing, capture_output=True, text=True, check=False)
 
+    in_clone(f"git init -q; {COMMIT}; git branch ready")
+    for mistake, script in MISTAKES.items():
+        in_clone(script)
+        done = release()
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert mistake in done.stderr
+        assert not dist.exists()
+        in_clone(f"git reset -q --hard ready; git tag -d v{version} 2>&1 || true")
 
-def release(clone: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [clone / "packaging" / "release", "--skip-tests"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_a_release_is_one_command_that_leaves_what_its_checksums_say(clone: Path) -> None:
-    install_missing("lintian", "dpkg-dev", "debhelper", "dh-python")
-
-    done = release(clone)
-
+    done = release()
     assert done.returncode == 0, done.stdout + done.stderr
-    dist, version = clone / "packaging" / "dist", serversync.__version__
     names = {path.name for path in dist.iterdir()}
     package, source = f"serversync_{version}_all.deb", f"serversync-{version}.tar.gz"
     assert names == {package, source, "serversync.deb", "SHA256SUMS"}
@@ -329,27 +330,3 @@ def test_a_release_is_one_command_that_leaves_what_its_checksums_say(clone: Path
     assert checked.splitlines() == [f"{package}: OK", f"{source}: OK"]
     assert f"serversync-{version}/serversync.py" in run("tar", "-tf", dist / source)
     assert run("git", "-C", clone, "status", "--porcelain") == ""
-
-
-MISTAKES = {
-    "not committed": "echo >>serversync.py",
-    "CHANGELOG.md begins with": (
-        "sed -i '0,/^## /s/2026-12-24/unreleased/' CHANGELOG.md; git add -A; {commit}"
-    ),
-    "packaging/debian/changelog says": (
-        "sed -i '1s/(.*)/(9.9)/' packaging/debian/changelog; git add -A; {commit}"
-    ),
-    "is there already": f"git tag v{serversync.__version__}",
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_release_that_is_not_ready_is_refused(clone: Path, mistake: str) -> None:
-    commit = "git -c user.name=nobody -c user.email=nobody@example.com commit -q -m mistake"
-    run("bash", "-euc", f"cd {clone}; {MISTAKES[mistake].format(commit=commit)}")
-
-    done = release(clone)
-
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert mistake in done.stderr
-    assert not (clone / "packaging" / "dist").exists()

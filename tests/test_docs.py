@@ -23,7 +23,6 @@ from settings import AUDIO, example
 from waiting import wait_until
 
 README = (REPOSITORY / "README.md").read_text()
-CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text()
 SAMPLE = REPOSITORY / "etc" / "serversync.env"
 SOURCES = REPOSITORY / "packaging" / "debian" / "man"
 PAGES = {path.stem: path.read_text() for path in SOURCES.glob("*.md")}
@@ -88,13 +87,6 @@ def settings() -> list[tuple[str, str, str]]:
 
 
 EXIT_CODES = {value for name, value in vars(serversync).items() if name.startswith("EX_")}
-CHECKS = [*serversync.CHECKS]
-ROUTES = sorted(
-    f"{method} {pattern.replace('([^/]+)', '{}')}"
-    for pattern, methods in serversync.ROUTES.items()
-    for method in methods
-)
-
 # --- Markdown -----------------------------------------------------------------------------------
 
 
@@ -270,12 +262,17 @@ def test_help_explains_every_command_and_every_option() -> None:
         assert parser.description, f"{name} is not explained"
 
 
-def test_every_exit_code_is_documented_in_the_order_in_which_they_apply() -> None:
+def test_every_exit_code_is_documented_in_the_order_in_which_they_apply_and_every_signal() -> None:
     in_docstring = re.findall(r"^ {2,3}(\d+)  ", serversync.__doc__ or "", re.M)
-
     assert len(EXIT_CODES) == len(in_docstring) == 6
     assert {int(code) for code in in_docstring} == EXIT_CODES
     assert [quoted(cell)[0] for cell in first_cells(MANUAL, "Exit code")] == in_docstring
+
+    handled = re.findall(r"signal\.signal\(signal\.(SIG\w+)", ast.unparse(program()))
+    inner = {"SIGALRM", "SIGINT"}  # a deadline's; of `status --watch` only
+    shown = re.findall(r"SIG\w+", " ".join(first_cells(MANUAL, "Signal")))
+    assert set(handled) - inner == set(shown) - inner
+    assert "SIGINT" in shown
 
 
 def test_every_command_line_that_is_shown_can_be_typed() -> None:
@@ -293,15 +290,6 @@ def test_every_command_line_that_is_shown_can_be_typed() -> None:
     for line in shown:
         if line not in parsers():  # only mentioned: `dlq retry`
             parser.parse_args(shlex.split(line))
-
-
-def test_every_signal_is_documented() -> None:
-    handled = re.findall(r"signal\.signal\(signal\.(SIG\w+)", ast.unparse(program()))
-    inner = {"SIGALRM", "SIGINT"}  # a deadline's; of `status --watch` only
-
-    shown = re.findall(r"SIG\w+", " ".join(first_cells(MANUAL, "Signal")))
-    assert set(handled) - inner == set(shown) - inner
-    assert "SIGINT" in shown
 
 
 # --- trouble ------------------------------------------------------------------------------------
@@ -338,13 +326,9 @@ def test_every_verdict_and_every_trouble_of_the_database_has_a_heading_or_is_exp
     titles = " ".join(title for title, _ in headings(TROUBLE))
     for _, _, _, text in serversync.TROUBLES:
         assert re.split(r": \{|\{", text)[0] in titles, text
-
-
-def test_the_ten_troubles_of_the_readme_are_messages_of_the_program() -> None:
-    cells = first_cells(section("Ten troubles that really happen"), "You see")
-
-    assert len(cells) == 10
-    for words in quoted(" ".join(cells)):
+    ten = first_cells(section("Ten troubles that really happen"), "You see")
+    assert len(ten) == 10
+    for words in quoted(" ".join(ten)):
         assert is_said(words), f"the program never says {words!r}"
 
 
@@ -371,6 +355,13 @@ def shape(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
+def refused(backend: Backend, frontend: Frontend) -> int:
+    """An entry that the frontend does not take; its seq."""
+    entity = str(uuid.uuid4())
+    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
+    return backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+
+
 def test_the_screens_of_the_manual_are_what_the_commands_print(
     agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
 ) -> None:
@@ -378,9 +369,7 @@ def test_the_screens_of_the_manual_are_what_the_commands_print(
     for number in range(2):
         backend.end_call()
         frontend.wait(lambda number=number: len(frontend.files) > number)  # type: ignore[misc]
-    entity = str(uuid.uuid4())
-    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
-    seq = backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+    seq = refused(backend, frontend)
     wait_until(lambda: dead_letters(db), what="a dead letter")
     frontend.poison.clear()
     frontend.read_rate = 50_000  # for longer than all that follows takes
@@ -446,18 +435,12 @@ def test_the_settings_of_the_manual_are_shown_as_it_shows_them(
     assert shape(agent.once("settings").stdout) == shape(said)
 
 
-def test_the_checks_of_the_doctor_are_documented() -> None:
-    assert f"The checks: {', '.join(CHECKS)}." in " ".join(MANUAL.split())
-
-
 def test_the_doctor_of_the_manual_is_shown_as_it_shows_it(
     agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
 ) -> None:
     (said,) = (said for command, said in sessions(MANUAL) if "doctor" in command)
     running = agent()
-    entity = str(uuid.uuid4())
-    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
-    backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+    refused(backend, frontend)
     wait_until(lambda: dead_letters(db), what="a dead letter")
     frontend.stop()
     backend.enqueue("schedule", {"name": "summer"})
@@ -465,6 +448,7 @@ def test_the_doctor_of_the_manual_is_shown_as_it_shows_it(
 
     done = agent.once("doctor", RUNTIME_DIRECTORY=running.runtime_dir)
 
+    assert f"The checks: {', '.join(serversync.CHECKS)}." in " ".join(MANUAL.split())
     *wanted, verdict = shape(said)  # of what the test has made; the machine may add to it
     lines = shape(done.stdout)
     printed = [line for n in wanted[::2] for line in lines[lines.index(n) :][:2]]
@@ -486,20 +470,21 @@ def test_the_states_and_refusals_of_dead_letters_are_documented() -> None:
     assert {re.sub(r"\{\w+\}", "{}", words) for words in serversync.AGAINST.values()} <= refused
 
 
-def test_every_route_and_error_of_the_admin_interface_is_documented() -> None:
+def test_every_route_error_and_metric_of_the_admin_interface_is_documented_and_no_other() -> None:
+    routes = (
+        f"{method} {pattern.replace('([^/]+)', '{}')}"
+        for pattern, methods in serversync.ROUTES.items()
+        for method in methods
+    )
     shown = [quoted(cell)[0] for cell in first_cells(ADMIN, "Request")]
-    assert sorted(re.sub(r"\{\w+\}", "{}", route) for route in shown) == ROUTES
+    assert sorted(re.sub(r"\{\w+\}", "{}", route) for route in shown) == sorted(routes)
     codes = {text for text in program_texts() if re.fullmatch(r"SYS_[A-Z_]+", text)}
     assert {cell.strip("`") for cell in first_cells(ADMIN, "Code")} == codes
     for where in (serversync.ADMIN_LISTEN, "X-Requested-With"):
         assert where in ADMIN
-
-
-def test_every_metric_is_documented_and_no_other() -> None:
     terms = re.findall(r"^(`.*`)\n\n:   ", section("METRICS", ADMIN), re.M)
-    shown = {re.sub(r"\{.*\}", "", name) for name in quoted(" ".join(terms))}
-
-    assert shown == {*serversync.METRICS}
+    metrics = {re.sub(r"\{.*\}", "", name) for name in quoted(" ".join(terms))}
+    assert metrics == {*serversync.METRICS}
 
 
 def test_every_event_and_field_of_the_journal_is_documented() -> None:
@@ -517,26 +502,10 @@ def test_every_event_and_field_of_the_journal_is_documented() -> None:
     assert {name for cell in first_cells(text, "Field") for name in quoted(cell)} == names
 
 
-def test_every_query_of_the_manual_runs(
-    agent: AgentFactory, backend: Backend, db: Database
-) -> None:
-    backend.end_call()
-    assert agent.once(SYNC_DELETE_AFTER_SEC=60).returncode == 0
-
-    blocks = re.findall(r"^```sql\n(.*?)^```$", "".join(PAGES.values()), re.M | re.S)
-    plain = (re.sub(r"--.*", "", block) for block in blocks)
-    statements = [s.strip() for block in plain for s in block.split(";\n") if s.strip()]
-    assert len(statements) > 5
-    for statement in statements:
-        db.execute(statement)
-
-
-def test_the_backup_of_the_manual_brings_back_the_dead_letters_and_all_goes_on(
+def test_every_query_of_the_manual_runs_and_its_backup_brings_back_the_dead_letters(
     agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database
 ) -> None:
-    entity = str(uuid.uuid4())
-    frontend.poison[entity] = Reply(400, {}, {"error": "name is too long"})
-    backend.enqueue("schedule", {"name": "summer"}, entity_id=entity)
+    refused(backend, frontend)
     backend.end_call()
     assert agent.once().returncode == 1
     before = db.rows("select * from serversync.dead_letters"), db.rows("table serversync.counters")
@@ -551,15 +520,18 @@ def test_the_backup_of_the_manual_brings_back_the_dead_letters_and_all_goes_on(
     after = db.rows("select * from serversync.dead_letters"), db.rows("table serversync.counters")
     assert after == before and len(after[0]) == 1
     call = backend.end_call()
-    assert agent.once().returncode == 0
+    assert agent.once(SYNC_DELETE_AFTER_SEC=60).returncode == 0
     assert call.call_log_id in frontend.files
+
+    blocks = re.findall(r"^```sql\n(.*?)^```$", "".join(PAGES.values()), re.M | re.S)
+    plain = (re.sub(r"--.*", "", block) for block in blocks)
+    statements = [s.strip() for block in plain for s in block.split(";\n") if s.strip()]
+    assert len(statements) > 5
+    for statement in statements:
+        db.execute(statement)
 
 
 # --- the rest of the files ----------------------------------------------------------------------
-
-
-def test_the_changelog_knows_this_version() -> None:
-    assert f"## [{serversync.__version__}]" in CHANGELOG
 
 
 def files_of_the_project() -> list[Path]:

@@ -160,7 +160,7 @@ def test_an_interrupted_tour_cleans_up(
     tour.leaves_nothing()
 
 
-def test_pip_installs_a_command_that_delivers(
+def test_a_checkout_runs_as_it_is_and_pip_installs_a_command_that_delivers(
     db: Database, frontend: Frontend, backend: Backend, tmp_path: Path
 ) -> None:
     # Built from a copy: pip would leave its build directory in the checkout.
@@ -187,7 +187,8 @@ def test_pip_installs_a_command_that_delivers(
     run(environment / "bin" / "pip", "install", "-q", source)
 
     command = environment / "bin" / "serversync"
-    assert run(command, "--version") == f"serversync {serversync.__version__}\n"
+    for words in (["/usr/bin/python3", REPOSITORY / "serversync.py"], [command]):
+        assert run(*words, "--version") == f"serversync {serversync.__version__}\n"
     assert "SYNC_POLL_INTERVAL_SEC" in run(command, "--help")
     call = backend.end_call()
     empty = write_env_file(tmp_path / "serversync.env", {})
@@ -195,15 +196,3 @@ def test_pip_installs_a_command_that_delivers(
     assert frontend.files[call.call_log_id].sha256 == call.sha256
     assert db.pending() == []
     assert not call.directory.exists()
-
-
-def test_the_program_runs_from_a_checkout_with_debian_s_python() -> None:
-    done = subprocess.run(
-        ["/usr/bin/python3", "serversync.py", "--version"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.stdout == f"serversync {serversync.__version__}\n"
