@@ -16,7 +16,7 @@ import pytest
 import serversync
 from agent import REPOSITORY, Agent, AgentFactory
 from frontend import Reply
-from ledger import hold, let_hours_pass
+from ledger import entity_of, hold, let_hours_pass
 from pg import Database
 from pi import Pi
 from settings import example, sections
@@ -301,28 +301,6 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
     assert seen.series("serversync_outage_seconds") == NO_OUTAGE
 
 
-def test_what_is_under_way_is_in_flight_until_its_answer_is_there(pi: Pi, numbers: Numbers) -> None:
-    answered: list[bool] = []
-
-    def slowly(request: object) -> None:
-        wait_until(lambda: answered, 60, "the test to look")
-
-    pi.frontend.on_entries = slowly
-    pi.backend.enqueue_many(7)
-    running = pi.agent(SYNC_TIMEOUT_SEC=60)
-    wait_until(lambda: running.state().get("inflight"), what="the request", state=running.log)
-
-    try:
-        seen = numbers.scrape(running)
-    finally:
-        answered.append(True)
-
-    assert seen("outbox_inflight") == 7
-    assert seen("serversync_pending_entries") == 7
-    running.wait_sentence("last: 7 entries")
-    assert numbers.scrape(running)("outbox_inflight") == 0
-
-
 # -- counting -------------------------------------------------------------------------------------
 
 
@@ -399,16 +377,27 @@ def test_what_was_there_already_and_looks_at_a_file_are_no_sendings(
     assert len(pi.frontend.uploads) == 1
 
 
-def test_entries_of_every_age_fall_into_their_buckets(pi: Pi, numbers: Numbers) -> None:
+def test_entries_of_every_age_and_with_failures_before_success_fall_into_their_buckets(
+    pi: Pi, numbers: Numbers
+) -> None:
     # Just above each bound, for the clock runs on; and one from the future, as after a clock that
     # was set back: of no age at all.
     ages = [-86400, 6, 31, 61, 301, 3601, 86401]
+    tries = [1, 8, 9]  # of the oldest
     pi.once()
-    first, _ = pi.backend.enqueue_many(len(ages))
+    first, last = pi.backend.enqueue_many(len(ages))
     pi.db.execute(
         "update sync_outbox set created_at = now() - (%s::int[])[id - %s + 1] * interval '1 s'",
         (ages, first),
     )
+    failing = range(last - len(tries) + 1, last + 1)
+    pi.frontend.poison = {entity_of(pi.db, seq): Reply(500) for seq in failing}
+    pi.once(code=75)
+    query = "update serversync.waiting set tries = %s where outbox_id = %s"
+    for seq, number in zip(failing, tries, strict=True):
+        pi.db.execute(query, (number, seq))
+    pi.frontend.poison.clear()
+    let_hours_pass(pi.db)
     pi.once()
 
     seen = numbers.scrape()
@@ -416,39 +405,24 @@ def test_entries_of_every_age_fall_into_their_buckets(pi: Pi, numbers: Numbers) 
     buckets = seen.series("outbox_lag_seconds_bucket")
     assert list(buckets) == ["1", "5", "30", "60", "300", "3600", "86400", "+Inf"]
     assert list(buckets.values()) == [1, 1, 2, 3, 4, 5, 6, 7]
-    assert seen("outbox_lag_seconds_count") == 7
+    assert seen("outbox_lag_seconds_count") == seen("outbox_retry_count_count") == 7
     assert sum(ages[1:]) <= seen("outbox_lag_seconds_sum") < sum(ages[1:]) + 6 * 25
-
-
-def test_failures_before_success_fall_into_their_buckets(pi: Pi, numbers: Numbers) -> None:
-    tries = [1, 8, 9]
-    entities = [str(uuid.uuid4()) for _ in tries]
-    seqs = [pi.backend.enqueue(entity_id=entity) for entity in entities]
-    pi.backend.enqueue_many(4)
-    pi.frontend.poison = dict.fromkeys(entities, Reply(500))
-    pi.once(code=75)
-    for seq, number in zip(seqs, tries, strict=True):
-        pi.db.execute(
-            "update serversync.waiting set tries = %s where outbox_id = %s", (number, seq)
-        )
-    pi.frontend.poison.clear()
-    let_hours_pass(pi.db)
-    pi.once()
-
-    seen = numbers.scrape()
-
     buckets = seen.series("outbox_retry_count_bucket")
     assert list(buckets) == [*map(str, range(9)), "+Inf"]
     assert list(buckets.values()) == [4, 5, 5, 5, 5, 5, 5, 5, 6, 7]
     assert seen("outbox_retry_count_sum") == sum(tries)
-    assert seen("outbox_retry_count_count") == 7
 
 
-def test_entries_whose_answer_a_kill_ate_are_counted_once(pi: Pi, numbers: Numbers) -> None:
+def test_entries_under_way_are_in_flight_and_those_whose_answer_a_kill_ate_are_counted_once(
+    pi: Pi, numbers: Numbers
+) -> None:
     pi.backend.enqueue_many(10)
     pi.frontend.on_entries = lambda request: Reply(store=True, delay=60)
-    running = pi.agent()
+    running = pi.agent(SYNC_TIMEOUT_SEC=60)
+    wait_until(lambda: running.state().get("inflight"), what="the request", state=running.log)
     pi.frontend.wait(lambda: len(pi.frontend.requests) == 1, what="the request")
+    seen = numbers.scrape(running)
+    assert seen("outbox_inflight") == seen("serversync_pending_entries") == 10
     running.kill()
     pi.frontend.hang_up()
     assert set(numbers.scrape().series("outbox_dequeue_total").values()) <= {0}
@@ -568,42 +542,37 @@ def test_each_alert_has_a_case_says_what_to_do_and_fires_as_promtool_sees_it(pro
 # -- the dashboard --------------------------------------------------------------------------------
 
 
-def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return loaded
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return found
 
 
 def expressions() -> list[str]:
-    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
-    panels = dashboard()["panels"]
-    ids = [panel["id"] for panel in panels]
+def test_panels_have_ids_and_places_of_their_own_without_holes_between_them() -> None:
+    ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
-    taken: dict[tuple[int, int], str] = {}
-    for panel in panels:
+    taken: list[tuple[int, int]] = []
+    for panel in panels():
         place = panel["gridPos"]
-        assert place["x"] >= 0 and place["x"] + place["w"] <= 24
-        for x in range(place["x"], place["x"] + place["w"]):
-            for y in range(place["y"], place["y"] + place["h"]):
-                assert (x, y) not in taken, (panel["title"], taken[x, y])
-                taken[x, y] = panel["title"]
-    assert len(taken) == 24 * (max(y for _, y in taken) + 1)  # no holes
-    titles = [panel["title"] for panel in panels]
-    assert all(panel["description"] for panel in panels)
-    kinds = {"stat", "timeseries", "table"}
-    assert {panel["type"] for panel in panels} <= kinds
-    assert "Dead letters" in titles
+        across, down = (range(place[a], place[a] + place[b]) for a, b in ("xw", "yh"))
+        assert place["x"] >= 0 and across.stop <= 24
+        taken += [(x, y) for x in across for y in down]
+        assert panel["description"] and panel["type"] in ("stat", "timeseries", "table")
+    assert len(taken) == len(set(taken)) == 24 * (max(y for _, y in taken) + 1)
+    assert "Dead letters" in [panel["title"] for panel in panels()]
 
 
 def test_every_panel_asks_the_chosen_source_for_the_chosen_devices_as_promtool_understands_it(
     promtool: str, tmp_path: Path
 ) -> None:
-    variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
+    listed = json.loads(DASHBOARD.read_text())["templating"]["list"]
+    variables = {each["name"]: each for each in listed}
     assert list(variables) == ["datasource", "instance"]
     assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
-    for panel in dashboard()["panels"]:
+    for panel in panels():
         references = [target["refId"] for target in panel["targets"]]
         assert len(set(references)) == len(references) > 0
         for part in (panel, *panel["targets"]):
