@@ -396,6 +396,12 @@ def test_the_payload_is_opened_by_the_keyboard_and_shown_as_text(
     refresh(page)
     page.wait_text("1", '[aria-label="Delivered"] .big')
     assert page.text("#list pre") == shown
+    # One too large for the list can be had from the server.
+    refuse(payload={"text": "x" * 10_000})
+    page.click("#list summary")
+    page.wait_text("10 kB", "#list a")
+    page.click("#list a")
+    page.wait_text("x" * 10_000)
 
 
 def test_an_outage_is_told_by_title_icon_and_tile_and_in_the_survey_s_sentence(
@@ -546,17 +552,20 @@ def test_only_the_newest_open_letters_are_listed_and_a_topic_is_retried_as_a_who
     assert sorted(states) == ["PENDING"] + ["RESOLVED"] * 30
 
 
-def test_a_payload_too_large_for_the_list_can_be_had_from_the_server(
-    page: Page, refuse: Refuse
+def test_it_runs_only_its_own_script_and_asks_only_its_own_server_and_not_while_hidden(
+    page: Page,
 ) -> None:
-    refuse(payload={"text": "x" * 10_000})
-    page.click("#list summary")
-    page.wait_text("10 kB", "#list a")
-    page.click("#list a")
-    page.wait_text("x" * 10_000)
+    url = page.js("location.href")
+    assert all(request["url"].startswith((url, "data:")) for request in page.requests())
+    page.js("Object.defineProperty(document, 'hidden', {configurable: true, get: () => true})")
+    page.js("document.dispatchEvent(new Event('visibilitychange'))")
+    asked = len(page.requests())
+    page.js("refresh()")
+    assert len(page.requests()) == asked
+    page.js("delete document.hidden")
+    page.js("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_until(lambda: len(page.requests()) > asked, what="it to ask again")
 
-
-def test_only_its_own_script_and_style_can_run(page: Page) -> None:
     page.js(
         """(() => { const script = document.createElement("script");
             script.textContent = "window.owned = 1"; document.body.append(script);
@@ -572,16 +581,3 @@ def test_only_its_own_script_and_style_can_run(page: Page) -> None:
         state=lambda: str(page.complaints),
     )
     page.events.clear()
-
-
-def test_it_asks_only_its_own_server_and_not_at_all_while_hidden(page: Page) -> None:
-    url = page.js("location.href")
-    assert all(request["url"].startswith((url, "data:")) for request in page.requests())
-    page.js("Object.defineProperty(document, 'hidden', {configurable: true, get: () => true})")
-    page.js("document.dispatchEvent(new Event('visibilitychange'))")
-    asked = len(page.requests())
-    page.js("refresh()")
-    assert len(page.requests()) == asked
-    page.js("delete document.hidden")
-    page.js("document.dispatchEvent(new Event('visibilitychange'))")
-    wait_until(lambda: len(page.requests()) > asked, what="it to ask again")
