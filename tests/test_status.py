@@ -498,22 +498,17 @@ def test_watching_into_a_pipe_prints_plain_screens_until_nobody_reads(agent: Age
 
 
 def test_status_doctor_and_metrics_are_quick_beside_a_million_rows_half_of_them_pending(
-    desk: Desk, agent: AgentFactory, db: Database
+    desk: Desk, schema: None, db: Database
 ) -> None:
-    assert agent.once().returncode == 0
-
     def seconds(command: str) -> float:
-        took = []
-        for _ in range(3):
-            started = time.monotonic()
-            desk(command, code=None)
-            took.append(time.monotonic() - started)
-        return min(took)
+        started = time.monotonic()
+        desk(command, code=None)
+        return time.monotonic() - started
 
     commands = ("status", "doctor", "metrics")
     db.execute(MANY_ROWS, {"count": 1000})
-    few = {command: seconds(command) for command in commands}
+    few = {command: min(seconds(command) for _ in range(3)) for command in commands}
     db.execute(MANY_ROWS, {"count": 1_000_000})
     for command in commands:
-        many = seconds(command)
-        assert many < 10 * few[command] and many < 5, f"{command}: {few[command]:.2f}, {many:.2f}"
+        most = min(10 * few[command], 5)
+        assert any(seconds(command) < most for _ in range(3)), f"{command}: {few[command]:.2f}"
