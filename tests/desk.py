@@ -51,12 +51,12 @@ BURIED_MANY = """
                jsonb_build_object('id', n, 'name', repeat('a name ', 20)), now()
         FROM generate_series(1, %(count)s::int) n RETURNING *)
     INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,
-        error_code, error_message, http_status, attempts, status)
+        error_code, error_message, http_status, attempts, status, created_at)
     SELECT id, entity_type, entity_id, payload,
            jsonb_build_object('id', id, 'entity_type', entity_type, 'entity_id', entity_id,
                               'created_at', created_at),
            'BAD_REQUEST', 'HTTP 400: something in it was not as it should have been', 400, 1,
-           %(status)s
+           %(status)s, now() - interval '1 hour' + id * interval '1 ms'
     FROM gone
 """
 

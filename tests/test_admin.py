@@ -37,12 +37,6 @@ MESSAGE = {
     *("created_at", "updated_at", "last_retry_at", "outbox_id", "entity_id", "error_code"),
     *("http_status", "attempts"),
 }
-PAGES = (
-    "INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,"
-    " error_code, error_message, attempts, created_at) SELECT n, 'schedule', gen_random_uuid(),"
-    " '{}', '{}', 'BAD_REQUEST', 'no', 1, now() - n * interval '1 minute'"
-    " FROM generate_series(1, 45) n"
-)
 WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
     " AND wait_event_type = 'Lock' AND query LIKE '%dead_letters%'"
@@ -214,7 +208,7 @@ def test_every_answer_carries_the_protecting_headers_and_reading_leaves_no_line_
 
 
 def test_pages_are_newest_first_and_end_where_they_should(web: Web, store: Database) -> None:
-    store.execute(PAGES)
+    store.execute(desk.BURIED_MANY, {"count": 135, "status": "PENDING"})
     seen = []
     for page in (1, 2, 3, 4):
         got = web.ask(f"/api/v1/dlq/schedule?page={page}&page_size=20").json
@@ -222,7 +216,8 @@ def test_pages_are_newest_first_and_end_where_they_should(web: Web, store: Datab
             "total_count": 45, "page": page, "page_size": 20, "has_next": page < 3
         }  # fmt: skip
         seen += [message["outbox_id"] for message in got["messages"]]
-    assert seen == list(range(1, 46))
+    lowest = store.value("SELECT min(outbox_id) FROM serversync.dead_letters")
+    assert seen == [lowest + n for n in range(133, -1, -3)]
     for path in ("schedule?page=1000000000&page_size=100", "other", "%73chedule?page=9&x=&x=2"):
         got = web.ask(f"/api/v1/dlq/{path}")
         assert (got.status, got.json["messages"]) == (200, [])

@@ -16,6 +16,7 @@ from agent import REPOSITORY, agent_env, write_env_file
 from backend import Backend
 from frontend import Frontend
 from pg import Database
+from test_debian import run
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow  # not for each set of packages: all of it is Debian's own
@@ -169,19 +170,6 @@ def test_a_checkout_runs_as_it_is_and_pip_installs_a_command_that_delivers(
     for name in ("serversync.py", "pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((REPOSITORY / name).read_bytes())
     environment = tmp_path / "environment"
-
-    def run(*command: str | Path, **environ: str) -> str:
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, **environ},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     run("/usr/bin/python3", "-m", "venv", environment)
     run(environment / "bin" / "pip", "install", "-q", source)

@@ -14,7 +14,7 @@ import pytest
 from agent import Agent, AgentFactory
 from backend import Backend
 from browser import Browser, Page
-from desk import CLOCK, MOMENT
+from desk import BURIED_MANY, CLOCK, MOMENT
 from frontend import Frontend, Reply
 from ledger import dead, dead_letters
 from pg import Database
@@ -26,17 +26,6 @@ EVIL = "<img src=x onerror=alert(1)>"
 TURNED = "safe\u202etxt.exe"
 REFUSED = Reply(400, body={"error": f"no such caller {EVIL} {'W' * 600}"})
 
-ADD_LETTERS = """
-    WITH gone AS (
-        INSERT INTO sync_outbox (entity_type, entity_id, payload, processed_at)
-        SELECT %(topic)s, gen_random_uuid(), jsonb_build_object('n', n), now()
-        FROM generate_series(1, %(count)s::int) n RETURNING *)
-    INSERT INTO serversync.dead_letters (outbox_id, original_topic, entity_id, payload, rest,
-                                         error_code, error_message, attempts, created_at)
-    SELECT id, entity_type, entity_id, payload, to_jsonb(gone) - 'payload' - 'processed_at',
-           'BAD_REQUEST', 'refused', 1, now() - interval '1 day' + id * interval '1 second'
-    FROM gone
-"""
 # The contrast (WCAG 2) of all text that can be seen, with the background that is really behind it.
 POOR_CONTRAST = """(() => {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -533,10 +522,11 @@ def test_a_letter_that_was_overtaken_is_refused_in_words_and_a_deleted_one_only_
 def test_only_the_newest_open_letters_are_listed_and_a_topic_is_retried_as_a_whole(
     page: Page, db: Database, frontend: Frontend
 ) -> None:
-    db.execute(ADD_LETTERS, {"topic": "call_log", "count": 30})
-    db.execute(ADD_LETTERS, {"topic": "schedule", "count": 1})
-    query = "UPDATE serversync.dead_letters SET status = 'RESOLVED' WHERE outbox_id %% 3 = 0"
-    db.execute(query, ())
+    for status, count in (("RESOLVED", 30), ("PENDING", 60)):
+        db.execute(BURIED_MANY, {"count": count, "status": status})
+    others = "original_topic <> 'call_log' AND outbox_id <> 2"
+    db.execute(f"DELETE FROM serversync.dead_letters WHERE {others}")
+    db.execute("UPDATE serversync.dead_letters SET status = 'PENDING' WHERE outbox_id = 2")
     refresh(page)
     page.wait_text("The newest 20 of 21", "#dead")
     seqs = page.js("[...document.querySelectorAll('#list h3')].map((n) => n.innerText)")
