@@ -231,8 +231,6 @@ def odd_files(directory: Path) -> Iterator[Path]:
     with named("too large").open("w") as file:
         file.write(good)
         file.truncate(3 << 30)
-    for number, text in enumerate(("", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}')):
-        named(f"nonsense {number}").write_text(text)
     named("too deep").write_text(f'{good[:-1]}, "more": {"[" * 200_000}')
     yield from sorted(directory.iterdir())
 
@@ -288,10 +286,12 @@ def alone() -> serversync.Config:
 def test_a_state_file_of_another_version_is_shown_as_far_as_it_goes(
     alone: serversync.Config, tmp_path: Path
 ) -> None:
-    def assert_shown(state: dict[str, Any]) -> str:
+    here = {"RUNTIME_DIRECTORY": str(tmp_path)}
+
+    def assert_shown(state: Any) -> str:
         """People get their screen, machines their JSON and their metrics."""
-        (tmp_path / "state.json").write_text(json.dumps(state))
-        here = {"RUNTIME_DIRECTORY": str(tmp_path)}
+        text = state if isinstance(state, str) else json.dumps(state)
+        (tmp_path / "state.json").write_text(text)
         view = serversync.survey(alone, here)
         assert json.loads(serversync.as_json(view))["agent"] == view["agent"]
         assert serversync.status_screen(view).startswith("serversync ")
@@ -300,6 +300,8 @@ def test_a_state_file_of_another_version_is_shown_as_far_as_it_goes(
 
     assert assert_shown(STATE) == "running"
     assert assert_shown(STATE | {"of_a_later_version": [{}]}) == "running"
+    for nonsense in ("", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}'):
+        assert assert_shown(nonsense) == "stopped", nonsense
     odd = [GONE, None, True, -1, 1e300, "", "text", [], [{}], [None], {}, {"x": [1]}]
     for path in list(places(STATE)):
         for value in odd:
