@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import json
 import os
+import subprocess
 import uuid
 import wave
 from pathlib import Path
