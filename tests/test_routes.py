@@ -13,7 +13,7 @@ import pytest
 
 from agent import Agent, AgentFactory
 from backend import Backend
-from frontend import Frontend, Reply, Request
+from frontend import Frontend, Reply, Request, script
 from ledger import counter, dead, failures, let_hours_pass, receipts, waiting
 from pg import Database
 from pi import Pi
@@ -233,6 +233,31 @@ def test_what_an_answer_says_of_an_order(status: int, body: Any, fate: Fate) -> 
     assert confirm_order(Answer(status, text, complete=False), KEY).fate is not Fate.SENT or (
         status == 409
     )
+
+
+def test_5xx_is_retried_with_exponential_backoff_until_it_gets_through(pi: Routed) -> None:
+    pi.broker.next = script(Reply(500), Reply(503), Reply(502))
+    seq = pi.order()
+    running = pi.run()
+    latest = {}
+    for tries in (1, 2, 3):
+        wait_until(lambda tries=tries: failures(pi.db).get(seq, ("", 0, 0))[1] == tries)  # type: ignore[misc]
+        row = waiting(pi.db)[seq]
+        latest[tries] = (row["next_attempt_at"] - row["updated_at"]).total_seconds()
+        let_hours_pass(pi.db)
+    assert all(delay <= 2**tries + 0.1 for tries, delay in latest.items())
+    pi.wait_delivered()
+    assert len(pi.broker.requests) == 4 and len(set(pi.broker.keys)) == 1
+    assert len(pi.broker.taken) == 1 and running.running
+
+
+def test_400_is_a_dead_letter_at_once(pi: Routed) -> None:
+    pi.broker.next = script(Reply(400, body={"error": "no such item"}))
+    bad, good = pi.order(), pi.order()
+    pi.run()
+    pi.wait_delivered()
+    assert dead(pi.db) == {bad: "BAD_REQUEST"}
+    assert len(pi.broker.requests) == 2 and good
 
 
 def test_429_waits_as_long_as_it_was_told(pi: Routed) -> None:
