@@ -154,12 +154,18 @@ def number(page: Page, tile: str) -> str:
     return page.text(f'[aria-label="{tile}"] .big')
 
 
-def wait_state(page: Page, word: str) -> None:
+def look_until(page: Page, condition: Callable[[], bool], what: str) -> None:
+    """Refresh it until it is so; by itself it looks again only after 10 s."""
+
     def is_so() -> bool:
         refresh(page)
-        return page.text("#state") == word
+        return condition()
 
-    wait_until(is_so, what=f"the page to say {word}", state=page.text)
+    wait_until(is_so, 40, what, page.text)
+
+
+def wait_state(page: Page, word: str) -> None:
+    look_until(page, lambda: page.text("#state") == word, f"the page to say {word}")
 
 
 def icon(page: Page) -> str:
@@ -382,8 +388,7 @@ def test_the_payload_is_opened_by_the_keyboard_and_shown_as_text(
     # It stays open, and where it is, when the page looks again.
     backend.enqueue()
     frontend.wait(lambda: len(frontend.entries) == 1)
-    refresh(page)
-    page.wait_text("1", '[aria-label="Delivered"] .big')
+    look_until(page, lambda: number(page, "Delivered") == "1", "the receipt")
     assert page.text("#list pre") == shown
     # One too large for the list can be had from the server.
     refuse(payload={"text": "x" * 10_000})
@@ -416,12 +421,7 @@ def test_an_outage_is_told_by_title_icon_and_tile_and_in_the_survey_s_sentence(
 def test_an_upload_under_way_has_a_bar(page: Page, backend: Backend, frontend: Frontend) -> None:
     frontend.read_rate = 100_000
     backend.end_call(seconds=120)
-
-    def uploading() -> bool:
-        refresh(page)
-        return "MB" in page.text("#progress")
-
-    wait_until(uploading, 40, "the upload on the page")
+    look_until(page, lambda: "MB" in page.text("#progress"), "the upload on the page")
     assert re.search(r"B of 3\.8 MB · .*/s", page.text("#progress"))
     bar = page.js("[...document.querySelectorAll('progress')].map((p) => [p.value, p.max])")[0]
     assert 0 <= bar[0] <= bar[1]
