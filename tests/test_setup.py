@@ -146,19 +146,16 @@ def steps(text: str) -> dict[str, str]:
     return found
 
 
-def assert_works(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, db: Database, role: Role
-) -> Agent:
+def assert_works(pi: Pi, role: Role) -> Agent:
     """An agent with this role goes on with nothing less."""
-    running = agent(DATABASE_URL=role.url, SYNC_POLL_INTERVAL_SEC=3600)
+    running = pi.agent(DATABASE_URL=role.url, SYNC_POLL_INTERVAL_SEC=3600)
     running.wait_sentence("all delivered")
-    call = backend.end_call()
-    frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
+    call = pi.backend.end_call()
+    pi.wait_file(call)
     wait_until(lambda: not call.directory.exists(), what="its deletion", state=running.log)
-    wait_until(lambda: backend.upload_status(call)[0] == "uploaded", what="its status")
-    seq = backend.enqueue()
-    frontend.wait(lambda: seq in frontend.seqs(), what="an entry by NOTIFY")
-    wait_until(lambda: not db.pending(), what="the end", state=running.log)
+    wait_until(lambda: pi.backend.upload_status(call)[0] == "uploaded", what="its status")
+    pi.wait_entry(pi.backend.enqueue())  # by NOTIFY
+    pi.wait_delivered()
     assert not running.lines("going on with less")
     return running
 
@@ -200,7 +197,7 @@ def test_setup_makes_all_that_a_new_role_needs_and_the_second_time_changes_nothi
     assert known == [(root_id,)]
     role.all_is_there()
 
-    assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
+    assert_works(pi, role)
     # Nor can it do more than it needs.
     with psycopg.connect(role.url, autocommit=True) as poor:
         for statement in (
@@ -261,7 +258,7 @@ def test_printed_sql_changes_nothing_by_itself_and_all_when_psql_runs_it(
     assert {name for name, what in done.items() if what == "made"} == {"marker"}
     assert pi.db.rows(INDEX)[0][0]
     role.all_is_there()
-    assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
+    assert_works(pi, role)
 
 
 def psql(role: Role, script: str) -> None:
@@ -282,7 +279,7 @@ def test_the_tables_of_an_earlier_role_are_handed_over(pi: Pi, desk: Desk, role:
     ):
         pi.db.execute(f"CREATE {routine}")
     role.is_set_up()
-    running = assert_works(pi.agent, pi.backend, pi.frontend, pi.db, role)
+    running = assert_works(pi, role)
     running.stop()
     assert "1 to be sent again" in desk("replay", "--seq", str(seq), DATABASE_URL=role.url).stdout
     owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'serversync'"
