@@ -1,5 +1,7 @@
 """The tests' own tools, tried out with nothing but http.client, sockets and psycopg."""
 
+import email
+import email.policy
 import hashlib
 import http.client
 import json
@@ -11,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent import PYTHON, _Launch
 from backend import Backend
-from frontend import ENTRIES_PATH, FILE_PATH, Frontend
+from frontend import ENTRIES_PATH, FILE_PATH, Frontend, Multipart
 from nursery import Forked
 from pg import Database
 
@@ -72,6 +76,46 @@ def upload(
 
 
 # -- the frontend -------------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(
+    contents=st.lists(
+        st.lists(
+            st.sampled_from([b"\r\n", b"\r", b"--", BOUNDARY.encode(), b"--x-b", b"\0", b"data"])
+        ).map(b"".join),
+        min_size=1,
+        max_size=4,
+    ),
+    step=st.integers(1, 40),
+)
+def test_multipart_reads_what_pythons_email_reads(contents: list[bytes], step: int) -> None:
+    delimiter = b"\r\n--" + BOUNDARY.encode()
+    contents = [content for content in contents if delimiter not in b"\r\n" + content]
+    body = b"".join(
+        b'--%b\r\nContent-Disposition: form-data; name="p%d"\r\n'
+        b"Content-Transfer-Encoding: binary\r\n\r\n%b\r\n" % (BOUNDARY.encode(), number, content)
+        for number, content in enumerate(contents)
+    )
+    body += b"--%b--\r\n" % BOUNDARY.encode()
+    parts: dict[str, bytearray] = {}
+
+    def open_part(headers: http.client.HTTPMessage) -> Any:
+        content = parts[str(headers.get_param("name", "", "content-disposition"))] = bytearray()
+        return content.extend
+
+    parser = Multipart(BOUNDARY, open_part)
+    for position in range(0, len(body), step):
+        parser.feed(body[position : position + step])
+
+    head = f'Content-Type: multipart/form-data; boundary="{BOUNDARY}"\r\n\r\n'.encode()
+    message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
+    assert parser.finished
+    assert list(parts.values()) == contents
+    # To email a boundary after a lone CR is one, too; RFC 2046 wants CRLF.
+    if not any(b"\r--" + BOUNDARY.encode() in content for content in contents):
+        expected = [part.get_payload(decode=True) for part in message.iter_parts()]
+        assert [bytes(content) for content in parts.values()] == expected
 
 
 def test_an_upload_is_stored_and_a_later_recording_takes_the_player_away(

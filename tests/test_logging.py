@@ -512,3 +512,10 @@ def test_an_outage_is_one_line_and_then_recovered_after_so_long(pi: Pi) -> None:
     assert pi.db.pending() == []
     assert len(running.lines("outage, nothing is lost")) == 1
     assert len(running.lines("recovered after")) == 1
+
+
+def test_the_state_file_is_in_the_first_directory_that_systemd_names(tmp_path: Path) -> None:
+    state = serversync.StateFile({"RUNTIME_DIRECTORY": f"{tmp_path}:/nonexistent"})
+    state.write(sentence="日本語")
+    assert json.loads((tmp_path / "state.json").read_text())["sentence"] == "日本語"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]

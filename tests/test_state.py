@@ -879,6 +879,30 @@ def by_hand(agent: AgentFactory, script: str, **overrides: object) -> list[str]:
     return done.stdout.split()
 
 
+RECORD = """
+import psycopg
+def write():
+    print("tried")
+    raise psycopg.errors.DiskFull
+agent.store.record([1], write)
+print("stuck" if agent.store.stuck else "free")
+"""
+AGAIN = """
+agent.session.close()
+agent.hold()
+print(len(agent.store.unwritten))
+"""
+BETWEEN = 'agent.session.run("update serversync.sender set epoch = epoch + 1")\n'
+
+
+def test_a_result_that_could_not_be_recorded_is_thrown_away_after_another_sender(
+    agent: AgentFactory,
+) -> None:
+    # It is kept, and nothing else is sent; by a new session of the same sender, too.
+    assert by_hand(agent, RECORD + AGAIN) == ["tried", "stuck", "1"]
+    assert by_hand(agent, RECORD + BETWEEN + AGAIN) == ["tried", "stuck", "0"]
+
+
 def prune(agent: AgentFactory, times: int = 1, **overrides: object) -> tuple[int, int]:
     """Prune now; in how many seconds it would have been due, and is again."""
     *_, first, again = map(int, by_hand(agent, PRUNE.format(times=times), **overrides))
