@@ -23,6 +23,7 @@ BOOM = Reply(500, {}, {"error": "boom"})
 REJECTED = Reply(400, {}, {"error": "not like this"})
 DENIED = Reply(401, {}, {"error": "unauthorized"})
 HANG = Reply(stall=300)
+PATIENCE = 3  # so many seconds for one, on a busy machine
 HTML = "<html><body>Please log in to the hotel's network</body></html>"
 
 
@@ -65,7 +66,7 @@ class Scene(Pi):
 
     def arrive(self, calls: Collection[Call], within: float) -> None:
         """Whole calls: their entries and their recordings."""
-        self.frontend.wait(lambda: self.has(calls), within, f"{len(calls)} calls")
+        self.frontend.wait(lambda: self.has(calls), PATIENCE * within, f"{len(calls)} calls")
 
     def arrives(self, within: float) -> Call:
         """A new call."""
@@ -74,7 +75,8 @@ class Scene(Pi):
         return call
 
     def only_pending(self, seqs: Collection[int], within: float) -> None:
-        wait_until(lambda: self.db.pending() == list(seqs), within, f"all but {seqs}")
+        done = f"all but {seqs}"
+        wait_until(lambda: self.db.pending() == list(seqs), PATIENCE * within, done)
 
     def all_through(self, within: float) -> None:
         """Everything is marked, and came once; nothing waits."""
@@ -110,13 +112,13 @@ def test_poison_at_the_head_delays_good_calls_by_seconds_while_it_is_retried(
     bad = scene.poison(count, reply)
     good = scene.calls(10)
     running = scene.agent()
-    scene.arrive(good, 120)
+    scene.arrive(good, 30)
     # A request or two for each bad one, and those of the calls: 20 ms each on a quiet machine.
     assert len(scene.frontend.requests) < 2 * count + 150
     scene.retried(bad, 2)
     for _ in range(5):
         before = len(scene.frontend.requests)
-        scene.arrives(40)
+        scene.arrives(10)
         assert len(scene.frontend.requests) - before < 50
     assert not set(scene.frontend.seqs()) & set(bad)
 
@@ -165,7 +167,9 @@ def test_a_new_call_on_a_quiet_box_is_through_in_seconds_in_an_outage_of_entries
     scene.poison(35)
     running = scene.agent()
     wait_until(lambda: running.state()["outages"][0]["due"] > time.time() + 8, 60, "a long pause")
-    scene.arrives(6)
+    due = running.state()["outages"][0]["due"]
+    call = scene.call()
+    scene.frontend.wait(lambda: scene.has([call]), due - time.time(), "a call before that")
 
 
 def test_a_poisonous_event_holds_neither_its_calls_metadata_nor_its_recording(scene: Scene) -> None:
@@ -184,7 +188,7 @@ def test_entries_that_hang_delay_the_others_in_proportion(scene: Scene, hurry: A
     scene.poison(3, HANG)
     good = scene.calls(10)
     scene.agent(SYNC_TIMEOUT_SEC=4)
-    scene.arrive(good, 25)
+    scene.frontend.wait(lambda: scene.has(good), 25, "all calls")
     scene.arrives(10)
     assert not dead(scene.db)
 
