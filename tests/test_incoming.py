@@ -264,7 +264,7 @@ def test_a_file_of_100_mb_that_grew_meanwhile_takes_no_memory_and_old_calls_are_
     running = pi.idle(NOTIFICATION_QUEUE_FILE="", SYNC_LOG_LEVEL="error")
     before = running.rss_peak_kib()
     running.reload(pi.agent.env(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
-    pi.frontend.wait(lambda: pi.frontend.of_kind("call") or not processing(pi.backend).exists(), 5)
+    pi.frontend.wait(lambda: pi.frontend.of_kind("call") or processing(pi.backend).exists())
     pi.backend.end_call(recording=False)
     pi.frontend.wait(lambda: len(pi.frontend.entries) == 3)  # entries go on meanwhile
     pi.frontend.wait(lambda: call_ids(pi.frontend) == [fresh], 120)
