@@ -214,7 +214,8 @@ def test_memory_stays_flat_when_everything_is_rejected_at_once(pi: Pi, meter: Me
     pi.backend.enqueue_many(20_000)
     assert meter.once(SYNC_BATCH_SIZE=1000) == 69
     assert len(pi.db.pending()) == 20_000
-    assert len(failures(pi.db)) <= 1  # the one that was tried after the empty request was refused
+    # Those that were tried after the empty request was refused: a wait may be next to nothing.
+    assert len(failures(pi.db)) < 5
 
 
 # -- people's commands ---------------------------------------------------------------------------
