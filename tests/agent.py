@@ -22,6 +22,7 @@ from waiting import wait_until
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Relative ones are meant from the repository's root.
 PYTHON = os.environ.get("SERVERSYNC_PYTHON", "/usr/bin/python3")
+# Agents are forked with BUILT; a test may put another one into PROGRAM, which may import that.
 PROGRAM = BUILT = os.environ.get("SERVERSYNC_PROGRAM", "serversync.py")
 OPTIONS = ("SYNC_", "FRONTEND_", "DATABASE_URL", "ANNOUNCEMENT_", "NOTIFICATION_", "LOG_")
 

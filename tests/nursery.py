@@ -103,7 +103,10 @@ class Forked:
         self._told = os.fdopen(told, "rb", buffering=0)
         self._said = b""
         while b" " not in self._said:
-            self._said += self._told.read(64) or b"-1 "
+            piece = self._told.read(64)
+            if not piece:  # no number at all: a kill of "-1" would be one of everything
+                raise RuntimeError(f"{program} cannot be imported, or its server has ended")
+            self._said += piece
         self.pid = int(self._said.split()[0])
         self.returncode: int | None = None
         self._lock = threading.Lock()
@@ -119,7 +122,12 @@ class Forked:
 
     def _ended(self, timeout: float | None) -> int | None:
         with self._lock:
-            while self.returncode is None and select.select([self._told], [], [], timeout)[0]:
+            if self.returncode is not None:
+                return self.returncode
+            told = select.poll()  # (select takes no descriptor above 1023)
+            told.register(self._told, select.POLLIN)
+            milliseconds = None if timeout is None else timeout * 1000
+            while self.returncode is None and told.poll(milliseconds):
                 piece = self._told.read(64)
                 self._said += piece
                 if not piece:
