@@ -7593,7 +7593,7 @@ def remedy(
     look = f"openssl s_client -connect {host}:{url.port or 443} </dev/null"
     ask = ["curl", "-fsSi", "-m", "30", *(["--cacert", config.ca_file] if config.ca_file else [])]
     curl = shlex.join([*ask, to or f"{config.frontend_base_url}{LOOK_AT}"])
-    path = config.token and (config.token_file or TOKEN_FILE)
+    path = config.token_file or (TOKEN_FILE if os.path.exists(TOKEN_FILE) else "")
     if path := dict(config.route_token_files or {}).get(route, "") if route else path:
         curl += f' -H "Authorization: Bearer $(sudo cat {shlex.quote(path)})"'
     return line.format(

@@ -601,7 +601,8 @@ def test_a_token_is_accepted_refused_missing_or_only_the_service_s(
     examine(running, SYNC_TOKEN="wrong-token").expect("token", "failed", "401")
     # While entries get through, a frontend may lack the pages of its settings.
     pi.frontend.pages[LOOK] = Reply(404, body="<html>")
-    examine(running, **mine).expect("frontend", "warning", "HTTP 404")
+    hint = examine(running, **mine).expect("frontend", "warning", "HTTP 404").hint
+    assert re.match(f"{CURL};", hint), "there is no file to take the token from"
     examine(**mine).expect("frontend", "failed", "HTTP 404")  # nothing says that it is there
     # Where nothing gets through, the missing token may be why.
     pi.frontend.pages[LOOK] = GROUPS
