@@ -13,10 +13,11 @@ from typing import Any
 import psycopg
 import pytest
 
+import agent as agent_module
 import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, AgentFactory
 from frontend import Reply
-from ledger import dead, entity_of, failures, hold, let_hours_pass, receipts, uploads, waiting
+from ledger import dead, entity_of, failures, hold, let_days_pass, let_hours_pass, uploads, waiting
 from pg import Database
 from pi import Pi
 from test_blocking import corrupt, enqueue_large
@@ -442,24 +443,20 @@ REBUILD = """
     ALTER TABLE sync_outbox ADD PRIMARY KEY (id);
     COMMIT
 """
-QUIET = """
-    SELECT now() - state_change > interval '5 s' FROM pg_stat_activity
-    WHERE application_name = 'serversync' AND datname = current_database()
-"""
 
 
-@pytest.mark.parametrize(
-    "interval", [0.5, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(150)])]
-)
 def test_rebuilt_outbox_has_index_and_trigger_again_within_a_minute_and_what_waited_goes_on(
-    pi: Pi, interval: float
+    pi: Pi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bad = pi.poisoned(Reply(500))
-    running = pi.agent(SYNC_POLL_INTERVAL_SEC=interval)
-    wait_until(lambda: bad in failures(pi.db), state=running.log)
-    hold(pi.db)
-    if interval > 60:  # only its own timer wakes it
-        wait_until(lambda: pi.db.value(QUIET), 30, "nothing to do", running.log)
+    """Nothing but its own timer, of half a minute, wakes it: a program whose timer is quicker."""
+    program = (REPOSITORY / PROGRAM).read_text()
+    assert program.count("min(interval, 30.0)") == 1
+    quick = tmp_path / "quick.py"
+    quick.write_text(program.replace("min(interval, 30.0)", "min(interval, 2.0)"))
+    monkeypatch.setattr(agent_module, "PROGRAM", str(quick))
+    bad = pi.poisoned(Reply(429, {"Retry-After": "3600"}))
+    running = pi.agent(SYNC_POLL_INTERVAL_SEC=300)
+    running.wait_sentence("1 retrying")
     pi.db.execute(REBUILD)
     assert not pi.db.rows(INDEX_STATE) and not pi.db.rows(TRIGGERS)
     wait_until(lambda: pi.db.rows(INDEX_STATE) and pi.db.rows(TRIGGERS), 70, "both", running.log)
@@ -802,20 +799,18 @@ def test_a_clock_that_jumps_ahead_by_days_uses_up_no_patience(pi: Pi) -> None:
 # -- rows that others delete ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_file", [False, True], ids=["entry", "recording"])
 def test_failure_whose_row_others_deleted_or_marked_does_not_spin_and_blocks_no_entity(
-    pi: Pi, is_file: bool
+    pi: Pi,
 ) -> None:
     entity = str(uuid.uuid4())
-    seq = pi.poisoned(Reply(500), entity)
+    pi.frontend.on_file = lambda _: Reply(500)
+    deleted, marked = pi.poisoned(Reply(500), entity), pi.poisoned(Reply(500))
+    file = pi.backend.end_call().seqs[-1]
     running = pi.agent()
-    wait_until(lambda: seq in failures(pi.db), what="the failure", state=running.log)
-    if is_file:
-        pi.db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (seq,))
-        pi.frontend.on_file = lambda _: Reply(500)
-        seq = pi.backend.end_call().seqs[-1]
-        wait_until(lambda: seq in failures(pi.db), what="the failure", state=running.log)
-    pi.db.execute("DELETE FROM sync_outbox WHERE id = %s", (seq,))
+    gone = {deleted, marked, file}
+    wait_until(lambda: gone <= set(failures(pi.db)), what="the failures", state=running.log)
+    pi.db.execute("UPDATE sync_outbox SET processed_at = now() WHERE id = %s", (marked,))
+    pi.db.execute("DELETE FROM sync_outbox WHERE id IN (%s, %s)", (deleted, file))
     let_hours_pass(pi.db)
     asked = len(pi.frontend.requests)
     count = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
@@ -833,7 +828,7 @@ def test_failure_whose_row_others_deleted_or_marked_does_not_spin_and_blocks_no_
     pi.wait_entry(later)
     running.stop()
     pi.once()
-    assert pi.frontend.seqs()[-1] == later and pi.frontend.seqs().count(seq) == 0
+    assert pi.frontend.seqs()[-1] == later and not gone & set(pi.frontend.seqs())
     assert failures(pi.db) == {} and dead(pi.db) == {}
 
 
@@ -909,46 +904,29 @@ def prune(agent: AgentFactory, times: int = 1, **overrides: object) -> tuple[int
     return first, again
 
 
-def prune_all(agent: AgentFactory) -> int:
-    """Prune to the end; when it is due again."""
-    again = prune(agent, 6)[1]
-    assert again > 2, "it never ends"
-    return again
-
-
-def age(db: Database, seqs: list[int], days: float) -> None:
-    params = {"days": days, "seqs": seqs}
-    db.execute(
-        "UPDATE sync_outbox SET created_at = created_at - %(days)s * interval '1 day',"
-        " processed_at = processed_at - %(days)s * interval '1 day' WHERE id = ANY (%(seqs)s)",
-        params,
-    )
-    db.execute(
-        "UPDATE serversync.deliveries SET started_at = started_at - %(days)s * interval '1 day'"
-        " WHERE last_seq = ANY (%(seqs)s)",
-        params,
-    )
-
-
 def test_pruning_takes_old_processed_rows_and_receipts_and_never_a_pending_one(pi: Pi) -> None:
-    """Nor a dead letter, but its row."""
-    first = pi.backend.enqueue()
+    """Nor a dead letter, but its row. Chunks and clocks: test_replay.py, by the same statement."""
+    pi.backend.enqueue()
     pi.once()
     old, letter, recent = (pi.backend.enqueue() for _ in range(3))
     pi.frontend.rejected[entity_of(pi.db, letter)] = "SCHEMA"
     pi.once(code=1)
     pending = pi.backend.enqueue()
-    age(pi.db, [first, old, letter, pending], 4000)
+    let_days_pass(pi.db, 4000, letter)
+    pi.db.execute("UPDATE sync_outbox SET created_at = '2001-01-01' WHERE id = %s", (pending,))
     pi.db.execute("UPDATE serversync.dead_letters SET created_at = '2020-01-01'")
-    assert 200 < prune(pi.agent, SYNC_RETENTION_DAYS=0)[0] <= 300  # not in the first five minutes
     pi.db.execute(
         "INSERT INTO serversync.deliveries (kind, first_seq, last_seq, entries, bytes, outcome,"
         " started_at, duration_ms) VALUES ('entries', %s, %s, 1, 1, 'old', '2020-01-01', 1)",
         (old, old),
     )
-    assert 86000 < prune_all(pi.agent) <= 86400  # and then once a day
-    kept = [row[0] for row in pi.db.rows("SELECT id FROM sync_outbox ORDER BY id")]
-    assert kept == [recent, pending] and list(dead(pi.db)) == [letter]
+    rows = "SELECT id FROM sync_outbox ORDER BY id"
+    # Not in the first five minutes; and where all is kept nothing happens.
+    due, again = prune(pi.agent, SYNC_RETENTION_DAYS=0)
+    assert 200 < due <= 300 and again <= 0 and len(pi.db.rows(rows)) == 5
+    assert prune(pi.agent)[1] <= 2  # there may be more
+    assert 86000 < prune(pi.agent, 6)[1] <= 86400  # and then once a day
+    assert pi.db.rows(rows) == [(recent,), (pending,)] and list(dead(pi.db)) == [letter]
     # The old receipt was the last one written, but pruning goes by time.
     assert pi.db.rows("SELECT outcome, last_seq FROM serversync.deliveries") == [("sent", recent)]
 
@@ -958,7 +936,7 @@ def test_rows_of_types_that_are_kept_are_never_pruned_by_the_service_or_by_a_per
     kinds = ["order", "schedule", "payment", "schedule"]
     seqs = [pi.backend.enqueue(kind) for kind in kinds]
     pi.once()
-    age(pi.db, seqs, 40)
+    let_days_pass(pi.db, 40, seqs[-1])
     newest = pi.backend.enqueue()
     pi.once()
     prune(pi.agent, **keep)
@@ -967,45 +945,6 @@ def test_rows_of_types_that_are_kept_are_never_pruned_by_the_service_or_by_a_per
     assert "0 rows" in pi.agent.once("prune", **keep).stdout
     pi.once("prune", "--yes", **keep)
     assert [row[0] for row in pi.db.rows(left)] == [seqs[0], seqs[2], newest]
-
-
-def test_pruning_goes_in_chunks_of_a_thousand(pi: Pi) -> None:
-    first, last = pi.backend.enqueue_many(1500)
-    pi.once(SYNC_BATCH_SIZE=1000)
-    age(pi.db, list(range(first, last + 1)), 40)
-    assert prune(pi.agent)[1] <= 2
-    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 500
-    # What tells how far the old rows reach stays until they are gone.
-    assert len(receipts(pi.db)) == 2
-    assert prune(pi.agent, SYNC_RETENTION_DAYS=0)[1] <= 0  # keep: nothing happens
-    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 500
-    prune_all(pi.agent)
-    assert pi.db.value("SELECT count(*) FROM sync_outbox") == 0 and receipts(pi.db) == []
-
-
-def test_receipts_are_pruned_although_every_day_brings_old_rows(pi: Pi) -> None:
-    for _ in range(2):
-        seq = pi.backend.enqueue()
-        pi.once()
-        age(pi.db, [seq], 40)
-        pi.backend.enqueue()
-        pi.once()
-        prune_all(pi.agent)
-    assert pi.db.value("SELECT count(*) FROM sync_outbox") == len(receipts(pi.db)) == 2
-
-
-def test_pruning_waits_while_the_clock_is_earlier_than_the_last_receipt(pi: Pi) -> None:
-    old = pi.backend.enqueue()
-    pi.once()
-    last = pi.backend.enqueue()
-    pi.once()
-    age(pi.db, [old], 40)
-    age(pi.db, [last], -1)
-    prune_all(pi.agent)
-    assert pi.db.value("SELECT count(*) FROM sync_outbox") == len(receipts(pi.db)) == 2
-    age(pi.db, [last], 1)
-    prune_all(pi.agent)
-    assert pi.db.value("SELECT count(*) FROM sync_outbox") == len(receipts(pi.db)) == 1
 
 
 # -- a call that comes with something else -------------------------------------------------------
@@ -1033,36 +972,23 @@ def test_a_notify_that_comes_with_the_answer_to_a_statement_is_heard_before_the_
 # -- exit codes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("entries", "code", "again"),
-    [
-        ("sent dead", 1, 0),  # it is said once
-        ("sent sent sent waits", 75, 75),
-        ("dead sent waits sent", 1, 75),
-    ],
-)
-def test_once_ends_with_what_became_of_the_entries(
-    pi: Pi, entries: str, code: int, again: int
-) -> None:
-    replies = {"dead": Reply(400, body={"error": "no"}), "waits": Reply(500)}
-    seqs: dict[str, list[int]] = {"sent": [], "dead": [], "waits": []}
-    for kind in entries.split():
-        reply = replies.get(kind)
-        seqs[kind].append(pi.poisoned(reply) if reply else pi.backend.enqueue())
-    pi.once(code=code)
-    assert pi.frontend.seqs() == seqs["sent"]
-    assert dead(pi.db) == dict.fromkeys(seqs["dead"], "BAD_REQUEST")
-    assert pi.db.pending() == list(failures(pi.db)) == seqs["waits"]
-    pi.once(code=again)
-
-
-def test_once_ends_with_69_without_a_database(agent: AgentFactory, db: Database) -> None:
-    ended = agent.once(DATABASE_URL=db.cluster.url("no_such_database"))
-    assert ended.returncode == 69
-    assert "no_such_database" in ended.stderr and "Traceback" not in ended.stderr
+def test_once_ends_with_what_became_of_the_entries(pi: Pi) -> None:
+    """A dead letter is said once."""
+    refused = pi.poisoned(Reply(400, body={"error": "no"}))
+    sent = pi.backend.enqueue()
+    waits = pi.poisoned(Reply(500))
+    sent_last = pi.backend.enqueue()
+    pi.once(code=1)
+    assert pi.frontend.seqs() == [sent, sent_last]
+    assert dead(pi.db) == {refused: "BAD_REQUEST"}
+    assert pi.db.pending() == list(failures(pi.db)) == [waits]
+    pi.once(code=75)
 
 
 def test_once_ends_with_69_on_a_database_that_is_not_the_backend_s(pi: Pi) -> None:
+    """Or on none at all."""
+    ended = pi.once(code=69, DATABASE_URL=pi.db.cluster.url("no_such_database"))
+    assert "no_such_database" in ended.stderr and "Traceback" not in ended.stderr
     pi.db.execute("DROP TABLE sync_outbox")
     ended = pi.once(code=69)
     assert "sync_outbox" in ended.stderr
