@@ -16,6 +16,7 @@ import pytest
 import agent as agent_module
 import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, AgentFactory
+from desk import Typist, bury
 from frontend import Reply
 from ledger import dead, entity_of, failures, hold, let_days_pass, let_hours_pass, uploads, waiting
 from pg import Database
@@ -317,11 +318,13 @@ def test_an_upgrade_from_version_1_gets_past_a_corrupt_row(pi: Pi) -> None:
 def test_schema_of_a_newer_version_is_refused_and_left_alone(pi: Pi) -> None:
     pi.once()
     pi.db.execute("INSERT INTO serversync.schema_version VALUES (9999)")
+    pi.db.execute("ALTER TABLE serversync.dead_letters RENAME attempts TO charged")
     seq = pi.backend.enqueue()
     for command in ("once", "run"):
         refused = pi.once(command, code=78)
         assert "newer version (9999)" in refused.stderr
         assert "Traceback" not in refused.stderr
+    assert "run: sudo serversync doctor" in pi.once("dlq", "list", code=78).stderr
     assert pi.db.pending() == [seq] and not pi.frontend.requests
 
 
@@ -350,6 +353,22 @@ def test_role_that_may_not_mark_entries_gets_the_line_that_helps(pi: Pi) -> None
     do_as_told(pi, refused.stderr, url)
     pi.once(DATABASE_URL=url)
     assert pi.frontend.seqs() == [seq] and role in refused.stderr
+
+
+def test_a_right_that_the_role_lacks_is_78_and_the_line_that_grants_it_of_every_command(
+    pi: Pi, schema: None, typist: Typist
+) -> None:
+    (letter,) = bury(pi.db, [{"n": 1}])
+    role, url = make_role(pi.db)
+    lines = ["dlq list", "dlq retry-all", "replay --seq 1- --yes", "prune --yes", "settings"]
+    lines += [f"dlq show {letter}", f"dlq retry {letter}", f"dlq delete {letter} --yes"]
+    lines += ["settings pull", "settings accept call-actions", "once"]
+    rights = f"GRANT SELECT, UPDATE ON sync_outbox, recordings, system_settings TO {role}"
+    for given in ("SELECT 1", rights):
+        pi.db.execute(given)
+        for line in lines:
+            told = typist(*line.split(), code=78, DATABASE_URL=url).stderr
+            assert "sudo serversync setup" in told and "LINE 1" not in told, line
 
 
 def test_role_that_does_not_own_the_outbox_goes_on_by_polling_and_says_so_once(pi: Pi) -> None:

@@ -1,13 +1,15 @@
-"""`serversync status`: one screen, its JSON, and the screen that repaints itself."""
+"""`serversync status`: one screen, its JSON, and the screen that repaints itself; how every command
+ends, and what it makes of an odd state file."""
 
 import json
 import os
 import re
 import signal
 import termios
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,21 @@ from typing import Any
 import pytest
 
 import serversync
-from agent import Agent, AgentFactory, run_once, write_env_file
+from agent import Agent, AgentFactory, agent_env, run_once, write_env_file
 from backend import Backend
-from desk import CLOCK, Desk, Terminal, Typist, give_up
-from frontend import Reply, Request
+from desk import (
+    BIDI,
+    CLOCK,
+    CONTROL,
+    Desk,
+    Terminal,
+    Typist,
+    assert_plain,
+    bury,
+    give_up,
+    state_file,
+)
+from frontend import Frontend, Reply, Request
 from ledger import hold, uploads, waiting
 from machine import NOBODY, NOBODY_APART, in_mounts, needs_root
 from pg import Database
@@ -512,3 +525,221 @@ def test_status_doctor_and_metrics_are_quick_beside_a_million_rows_half_of_them_
     for command in commands:
         most = min(10 * few[command], 5)
         assert any(seconds(command) < most for _ in range(3)), f"{command}: {few[command]:.2f}"
+
+
+# -- how every command ends -----------------------------------------------------------------------
+
+
+# As a terminal leaves it: what runs in the background may have been told to ignore it.
+INTERRUPTIBLE = ("env", "--default-signal=INT")
+FULL = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
+
+
+def test_ctrl_c_while_the_database_keeps_it_waiting_ends_a_command_without_a_word(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    (letter,) = bury(db, [{"n": 1}])
+    lines = [
+        ["status"],
+        ["dlq", "retry", letter],
+        ["replay", "--seq", "1-", "--yes"],
+        ["prune", "--yes"],
+    ]
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    with db.connect(autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE sync_outbox, serversync.dead_letters, serversync.counters")
+        commands = [agent(args=line, prefix=INTERRUPTIBLE) for line in lines]
+        wait_until(lambda: db.value(waiting) == len(lines), 60, "all of them at the lock")
+        for command in commands:
+            command.signal(signal.SIGINT)
+            assert command.wait(60) == 130, command.log()
+            assert command.log() == ""
+    assert not db.pending()
+
+
+def test_ctrl_c_while_the_frontend_keeps_it_waiting_ends_the_doctor_without_a_verdict(
+    agent: AgentFactory, schema: None, frontend: Frontend
+) -> None:
+    frontend.pages["/api/number-groups"] = Reply(stall=60)
+    doctor = agent(args=["doctor"], prefix=INTERRUPTIBLE)
+    frontend.wait(lambda: frontend.of_kind("other"), 60, "its question")
+    doctor.signal(signal.SIGINT)
+    assert doctor.wait(20) == 75
+    assert_plain(doctor.log())
+    assert doctor.log().splitlines()[-1].startswith("skipped  notify: ")
+
+
+def test_a_full_disk_behind_the_output_is_one_sentence_and_an_exit_code(
+    agent: AgentFactory, schema: None, db: Database
+) -> None:
+    bury(db, [{"n": 1}])
+    lines = ["status"], ["doctor"], ["metrics"], ["dlq", "list"], ["replay", "--seq", "1-"]
+    commands = [agent(args=line, prefix=FULL) for line in lines]
+    for command in commands:
+        assert command.wait(60) == 1, command.log()
+        assert_plain(command.log())
+        assert command.log() == "serversync: [Errno 28] No space left on device\n"
+
+
+def test_whoever_only_wants_sql_to_be_printed_opens_no_directory(
+    typist: Typist, tmp_path: Path
+) -> None:
+    for option in ("--recordings", "--announcements"):
+        refused = typist("setup", "--print-sql", option, str(tmp_path), code=2)
+        assert refused.stdout == "" and "name no directory" in refused.stderr
+
+
+def test_a_connection_that_could_not_be_prepared_leaves_nothing_behind(
+    agent: AgentFactory, db: Database
+) -> None:
+    """Its number goes to the next socket, which must not be shut in its place 20 s later."""
+    with db.admin() as admin:
+        admin.execute("REVOKE EXECUTE ON FUNCTION pg_catalog.set_config FROM public")
+    settings = agent.env()
+    config = serversync.load_config(settings)
+
+    with pytest.raises(serversync.Unavailable, match="set_config"):
+        serversync.Console(config, "tests")
+
+    def timers() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+
+    wait_until(lambda: not timers(), 10, "the end of its timer")
+    query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'serversync tests'"
+    wait_until(lambda: not db.value(query), 10, "the end of its session")
+
+
+def test_a_number_that_is_no_socket_any_more_is_left_alone_and_nothing_leaks() -> None:
+    def open_now() -> set[str]:
+        return set(os.listdir("/proc/self/fd"))
+
+    read, write = os.pipe()
+    before = open_now()
+    serversync.shut_socket(read)
+    assert len(open_now()) == len(before)
+    os.write(write, b"x")
+    assert os.read(read, 1) == b"x"
+    os.close(read)
+    os.close(write)
+    serversync.shut_socket(read)
+
+
+# -- the state file: only the service's account can write it, and everybody reads it --------------
+
+
+STATE = state_file(os.getpid())
+
+
+def test_whatever_is_in_the_state_file_no_character_of_it_is_obeyed(
+    agent: AgentFactory, schema: None, tmp_path: Path
+) -> None:
+    hostile = f"\x1b]0;title\x07\x1b[32m\x9b2J{BIDI}\ud800\r\ndatabase     well"
+    outage = STATE["outages"][0] | {"reason": hostile, "endpoint": hostile}
+    state = STATE | {"sentence": hostile, "outages": [outage], "told": [["busy", hostile]]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    desk = Desk(agent)
+    here: dict[str, Any] = {"RUNTIME_DIRECTORY": tmp_path}
+    # Desk looks at every character of it.
+    lines = desk("status", **here).stdout.splitlines()
+    # What the agent told, and of the outage where and why.
+    assert sum(line.count("database     well") for line in lines) == 3
+    assert not any(line.startswith("database     well") for line in lines)
+    assert "title" in desk("doctor", code=1, **here).stdout
+    view = desk.json("status", **here)
+    assert view["agent"]["sentence"] == view["outages"][0]["reason"] == hostile
+    texts = [check["text"] for check in desk.json("doctor", code=1, **here)["checks"]]
+    assert any("title" in text for text in texts)
+    for line in (["status"], ["status", "--watch"], ["doctor"]):
+        with Terminal(agent.env(**here), *line, rows=60, columns=250) as terminal:
+            terminal.wait_for("title")
+        plain = re.sub(r"\x1b\[([JH]|\?1049[hl])|\r\n", "", terminal.written)
+        assert not CONTROL & set(plain), (line, plain)
+        assert "\x1b[32m\x9b" not in terminal.written
+
+
+def odd_files(directory: Path) -> Iterator[Path]:
+    """Directories with what may stand in its place, and is none."""
+
+    def named(name: str) -> Path:
+        (directory / name).mkdir()
+        return directory / name / "state.json"
+
+    good = json.dumps(STATE)
+    os.mkfifo(named("a fifo"))
+    real = named("a link")
+    (real.parent / "another").write_text(good)
+    real.symlink_to("another")
+    named("a directory").mkdir()
+    with named("too large").open("w") as file:
+        file.write(good)
+        file.truncate(3 << 30)
+    named("too deep").write_text(f'{good[:-1]}, "more": {"[" * 200_000}')
+    yield from sorted(directory.iterdir())
+
+
+def test_what_is_no_state_file_keeps_nobody_waiting_and_is_no_agent(
+    agent: AgentFactory, schema: None, tmp_path: Path
+) -> None:
+    (tmp_path / "odd").mkdir()
+    found = list(odd_files(tmp_path / "odd"))
+    commands = {path: agent(args=["status", "--json"], runtime_dir=path) for path in found}
+    for path, command in commands.items():
+        assert command.wait(60) == 69, (path, command.log())
+        assert json.loads(command.log())["agent"]["state"] == "stopped", path
+    # These, too, ask as root whose agent runs.
+    for line, code in ((["doctor"], 1), (["metrics"], 0), (["dlq", "list"], 0)):
+        command = agent(args=line, runtime_dir=tmp_path / "odd" / "a fifo")
+        assert command.wait(60) == code, command.log()
+        assert_plain(command.log())
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value in it."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from places(each, (*path, key))
+
+
+GONE = object()
+
+
+def with_change(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The state with another value in one place, or with none there."""
+    changed: dict[str, Any] = json.loads(json.dumps(STATE))
+    place: Any = changed
+    for key in path[:-1]:
+        place = place[key]
+    if value is GONE:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return changed
+
+
+def test_a_state_file_of_another_version_is_shown_as_far_as_it_goes(
+    tmp_path: Path,
+) -> None:
+    nowhere = {"DATABASE_URL": "postgresql:///x?host=/nonexistent", "FRONTEND_BASE_URL": "http://x"}
+    alone = serversync.load_config(agent_env(None, None, None, **nowhere))
+    here = {"RUNTIME_DIRECTORY": str(tmp_path)}
+
+    def assert_shown(state: Any) -> str:
+        """People get their screen, machines their JSON and their metrics."""
+        text = state if isinstance(state, str) else json.dumps(state)
+        (tmp_path / "state.json").write_text(text)
+        view = serversync.survey(alone, here)
+        assert json.loads(serversync.as_json(view))["agent"] == view["agent"]
+        assert serversync.status_screen(view).startswith("serversync ")
+        assert "serversync_up " in serversync.metrics_text(alone, here)
+        return str(view["agent"]["state"])
+
+    assert assert_shown(STATE) == "running"
+    assert assert_shown(STATE | {"of_a_later_version": [{}]}) == "running"
+    for nonsense in ("", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}'):
+        assert assert_shown(nonsense) == "stopped", nonsense
+    odd = [GONE, None, True, -1, 1e300, "", "text", [], [{}], [None], {}, {"x": [1]}]
+    for path in list(places(STATE)):
+        for value in odd:
+            assert_shown(with_change(path, value))
