@@ -150,7 +150,7 @@ ONCE = {
     "test_policy.py", "test_flow.py", "test_fleet.py",  # decisions, in this process
     "test_entry_outages.py",  # the same over days: requests and rows like those of test_verdicts.py
     "test_deletion.py", "test_recordings.py", "test_rights.py",  # files here, and whose they are
-    "test_logging.py", "test_infrastructure.py",  # the journal; the tests' own tools
+    "test_logging.py",  # the journal
     "test_memory.py",  # measured on what runs on a Pi: Debian's packages
 }  # fmt: skip
 

@@ -504,13 +504,6 @@ def test_the_env_file_is_read_as_systemd_itself_reads_it(text: str) -> None:
     assert parse_env_file(text) == read_by_systemd(systemd_library(), text)
 
 
-def test_the_table_of_env_files_is_right_about_systemd() -> None:
-    library = systemd_library()
-    for text, found in ENV_FILES:
-        if not text.startswith("# the last one"):  # continued before version 254, not since
-            assert read_by_systemd(library, text) == found, text
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -561,33 +554,31 @@ def test_an_env_file_that_may_not_be_read_is_an_error_with_a_hint(env_file: Path
     assert "sudo" in done.stderr
 
 
-# What an --env-file may hold instead of a configuration, and what is said of it, in a line each.
-BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
-    "nonsense": (b"nonsense one\nA=1\nnonsense two\n", ["{file}.*line 1 ", "{file}.*line 3 "]),
-    "no UTF-8": (b"SYNC_DEVICE_ID=\xff\xfe\n", ["{file}"]),
-    "a zero byte": (b"SYNC_TOKEN_FILE=/a\0b\n", ["{file}"]),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_FILES)
-def test_what_is_wrong_with_an_env_file_is_told_in_a_line_each(env_file: Path, kind: str) -> None:
-    content, words = BAD_FILES[kind]
-    env_file.write_bytes(content)
-    done = run("run", "--env-file", str(env_file))
+# What may be there instead of a configuration, and what is said of it, in a line each.
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"nonsense one\nA=1\nnonsense two\n", ["{file}.*line 1 ", "{file}.*line 3 "]),
+        (b"SYNC_DEVICE_ID=\xff\xfe\n", ["{file}"]),  # no UTF-8
+        (b"SYNC_TOKEN_FILE=/a\0b\n", ["{file}"]),
+        (None, [r"cannot read {file} \(No such file or directory\)$"]),
+        (Path("/"), [r"cannot read / \(Is a directory\)$"]),
+    ],
+    ids=short,
+)
+def test_what_is_wrong_with_an_env_file_is_told_in_a_line_each(
+    env_file: Path, content: bytes | Path | None, words: list[str]
+) -> None:
+    if isinstance(content, bytes):
+        env_file.write_bytes(content)
+    else:
+        env_file.unlink()
+    done = run("run", "--env-file", str(content if isinstance(content, Path) else env_file))
     assert done.returncode == 78
     lines = done.stderr.splitlines()
     assert len(lines) == len(words)
     for line, word in zip(lines, words, strict=True):
         assert re.search(word.format(file=re.escape(str(env_file))), line)
-
-
-@pytest.mark.parametrize(
-    ("path", "why"), [("/nonexistent/x.env", "No such file or directory"), ("/", "Is a directory")]
-)
-def test_an_env_file_that_is_none_is_an_error(path: str, why: str) -> None:
-    done = run("once", "--env-file", path, environ=REQUIRED)
-    assert done.returncode == 78
-    assert done.stderr == f"serversync: cannot read {path} ({why})\n"
 
 
 # --- the token ------------------------------------------------------------------------------------

@@ -304,7 +304,18 @@ def test_an_outage_shows_its_endpoint_and_how_long_it_lasts_until_it_ends(
 # -- counting -------------------------------------------------------------------------------------
 
 
-def test_everything_is_counted_once_as_the_frontend_got_it(pi: Pi, numbers: Numbers) -> None:
+def test_everything_is_counted_once_as_the_frontend_got_it_and_no_counter_ever_goes_down(
+    pi: Pi, numbers: Numbers
+) -> None:
+    last: dict[Sample, float] = {}
+
+    def look(running: Agent | None = None) -> Scrape:
+        seen = numbers.scrape(running)
+        lower = {key: (last[key], seen.get(key)) for key in last if seen.get(key, -1) < last[key]}
+        assert not lower
+        last.update(seen.counted())
+        return seen
+
     bad, dead = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
     pi.backend.enqueue_many(20)
     calls = [pi.backend.end_call(), pi.backend.end_call(seconds=2)]
@@ -313,13 +324,15 @@ def test_everything_is_counted_once_as_the_frontend_got_it(pi: Pi, numbers: Numb
     pi.frontend.rejected = dict.fromkeys(dead, "SCHEMA")
     pi.frontend.poison[bad] = Reply(503)
     pi.once(code=1)
+    look()
     let_hours_pass(pi.db)
     pi.once(code=75)
+    look()
     pi.frontend.poison.clear()
     let_hours_pass(pi.db)
     pi.once()
 
-    seen = numbers.scrape()
+    seen = look()
 
     entries, files = len(pi.frontend.entries), len(pi.frontend.uploads)
     assert (entries, files) == (20 + 2 * 4 + 1, 2)
@@ -335,7 +348,30 @@ def test_everything_is_counted_once_as_the_frontend_got_it(pi: Pi, numbers: Numb
     assert seen("outbox_retry_count_bucket", "0") == entries + files - 1
     assert seen("serversync_pending_entries") == 0
     # Looking changes nothing.
-    assert numbers.scrape().counted() == seen.counted()
+    assert look().counted() == seen.counted()
+
+    # What died dies again, and then goes through; and a clock was set back.
+    pi.once("dlq", "retry-all")
+    pi.once(code=1)
+    look()
+    pi.frontend.rejected.clear()
+    pi.once("dlq", "retry-all")
+    pi.backend.enqueue()
+    pi.db.execute("update sync_outbox set created_at = now() + interval '30 d'")
+    pi.once()
+    look()
+    # Rows that are gone; an agent that starts and ends.
+    pi.db.execute("update sync_outbox set processed_at = processed_at - interval '40 days'")
+    pi.db.execute("update serversync.deliveries set started_at = started_at - interval '40 days'")
+    pi.once("prune", "--yes")
+    assert pi.db.value("select count(*) from sync_outbox") == 0
+    look()
+    pi.db.execute("delete from serversync.dead_letters")
+    running = pi.idle()
+    look(running)
+    running.kill()
+    taken = {"sent": entries + files + 3, "set_aside": failed, "dead": 4}
+    assert look().series("outbox_dequeue_total") == taken
 
 
 def test_what_was_there_already_and_looks_at_a_file_are_no_sendings(
@@ -436,72 +472,26 @@ def test_entries_under_way_are_in_flight_and_those_whose_answer_a_kill_ate_are_c
     assert seen("outbox_lag_seconds_count") == 10
 
 
-def test_no_counter_ever_goes_down(pi: Pi, numbers: Numbers) -> None:
-    bad, dead = str(uuid.uuid4()), str(uuid.uuid4())
-    last: dict[Sample, float] = {}
-
-    def look(running: Agent | None = None) -> Scrape:
-        seen = numbers.scrape(running)
-        lower = {key: (last[key], seen.get(key)) for key in last if seen.get(key, -1) < last[key]}
-        assert not lower
-        last.update(seen.counted())
-        return seen
-
-    def once(code: int) -> None:
-        assert pi.agent.once().returncode == code
-        look()
-
-    pi.backend.enqueue_many(10)
-    pi.frontend.poison[bad] = Reply(500)
-    pi.backend.enqueue(entity_id=bad)
-    pi.frontend.rejected[dead] = "SCHEMA"
-    pi.backend.enqueue(entity_id=dead)
-    pi.backend.end_call()
-    once(1)
-    # A retry that fails again; then one that goes through, and a clock that was set back.
-    pi.frontend.poison.clear()
-    let_hours_pass(pi.db)
-    pi.once("dlq", "retry-all")
-    once(1)
-    pi.frontend.rejected.clear()
-    pi.once("dlq", "retry-all")
-    pi.backend.enqueue()
-    pi.db.execute("update sync_outbox set created_at = now() + interval '30 d'")
-    once(0)
-    # Rows that are gone; an agent that starts and ends.
-    pi.db.execute("update sync_outbox set processed_at = processed_at - interval '40 days'")
-    pi.db.execute("update serversync.deliveries set started_at = started_at - interval '40 days'")
-    pi.once("prune", "--yes")
-    assert pi.db.value("select count(*) from sync_outbox") == 0
-    look()
-    pi.db.execute("delete from serversync.dead_letters")
-    running = pi.idle()
-    look(running)
-    running.kill()
-    seen = look()
-    assert seen.series("outbox_dequeue_total") == {
-        "sent": len(pi.frontend.entries) + len(pi.frontend.uploads),
-        "set_aside": last["outbox_dequeue_total", "set_aside"],
-        "dead": 2,
-    }
-
-
-def test_entries_of_an_odd_time_are_in_the_backlog_and_hide_nothing(
+def test_entries_of_an_odd_time_are_in_the_backlog_and_hide_and_block_nothing(
     pi: Pi, numbers: Numbers, promtool: str
 ) -> None:
     pi.once()
-    pi.backend.enqueue_many(3)
+    first, last = pi.backend.enqueue_many(4)
     pi.db.execute("update sync_outbox set created_at = now() + interval '1 hour'")
 
     backlog = numbers.backlog()
-    assert backlog[-1] == 3 and set(backlog[:-2]) == {0}
-    assert numbers.scrape()("serversync_pending_entries") == 3
+    assert backlog[-1] == 4 and set(backlog[:-2]) == {0}
+    assert numbers.scrape()("serversync_pending_entries") == 4
 
-    pi.db.execute("update sync_outbox set created_at = '-infinity' where id % 2 = 0")
+    odd = ("infinity", "-infinity", "4000-01-01 BC")
+    for seq, when in zip(range(first, last), odd, strict=True):
+        pi.db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
     seen = numbers.scrape()
-    assert seen("serversync_pending_entries") == 3
+    assert seen("serversync_pending_entries") == 4
     assert seen("serversync_database_up") == 1
     assert check(promtool, "check", "metrics", stdin=seen.text) == ""
+    pi.once()
+    assert not pi.db.pending()
 
 
 # -- alerts ---------------------------------------------------------------------------------------

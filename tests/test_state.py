@@ -91,13 +91,6 @@ def make_role(db: Database, *grants: str) -> tuple[str, str]:
     return role, db.cluster.url(db.name, user=role)
 
 
-def do_as_told(pi: Pi, refused: str, url: str) -> None:
-    """The command that the message says one has to run, by somebody who may."""
-    assert "run: sudo serversync setup" in refused
-    admin_url = pi.db.cluster.url(pi.db.name, user="postgres")
-    pi.once("setup", "--admin-url", admin_url, DATABASE_URL=url)
-
-
 # -- the schema ----------------------------------------------------------------------------------
 
 
@@ -328,31 +321,31 @@ def test_schema_of_a_newer_version_is_refused_and_left_alone(pi: Pi) -> None:
     assert pi.db.pending() == [seq] and not pi.frontend.requests
 
 
-def test_role_that_may_not_make_the_schema_gets_the_line_that_helps(pi: Pi) -> None:
-    role, url = make_role(pi.db, *RIGHTS_OF_AN_AGENT)
+@pytest.mark.parametrize(
+    "grants",
+    [
+        RIGHTS_OF_AN_AGENT,
+        (
+            "GRANT CREATE ON DATABASE {db} TO {role}",
+            "GRANT SELECT ON sync_outbox, system_settings TO {role}",
+            RIGHTS_OF_AN_AGENT[1],
+        ),
+    ],
+    ids=["to make the schema", "to mark entries"],
+)
+def test_role_that_lacks_a_right_gets_the_line_that_helps(pi: Pi, grants: tuple[str, ...]) -> None:
+    role, url = make_role(pi.db, *grants)
     call = pi.backend.end_call()
     for command in ("once", "run"):
         refused = pi.once(command, code=78, DATABASE_URL=url)
         assert role in refused.stderr and "Traceback" not in refused.stderr
-    do_as_told(pi, refused.stderr, url)
+    assert not pi.frontend.requests
+    assert "run: sudo serversync setup" in refused.stderr
+    admin_url = pi.db.cluster.url(pi.db.name, user="postgres")
+    pi.once("setup", "--admin-url", admin_url, DATABASE_URL=url)
     pi.once(DATABASE_URL=url)
     assert not pi.db.pending()
     assert pi.backend.upload_status(call)[0] == "uploaded"
-
-
-def test_role_that_may_not_mark_entries_gets_the_line_that_helps(pi: Pi) -> None:
-    role, url = make_role(
-        pi.db,
-        "GRANT CREATE ON DATABASE {db} TO {role}",
-        "GRANT SELECT ON sync_outbox, system_settings TO {role}",
-        RIGHTS_OF_AN_AGENT[1],
-    )
-    seq = pi.backend.enqueue()
-    refused = pi.once(code=78, DATABASE_URL=url)
-    assert not pi.frontend.requests
-    do_as_told(pi, refused.stderr, url)
-    pi.once(DATABASE_URL=url)
-    assert pi.frontend.seqs() == [seq] and role in refused.stderr
 
 
 def test_a_right_that_the_role_lacks_is_78_and_the_line_that_grants_it_of_every_command(
@@ -554,7 +547,6 @@ def test_backend_s_tables_change_only_as_the_contract_says(pi: Pi) -> None:
     [
         "DELETE FROM system_settings",
         "DROP TABLE recordings, system_settings",
-        "DROP INDEX idx_sync_outbox_pending",
     ],
 )
 def test_database_that_is_not_complete_still_syncs(pi: Pi, damage: str) -> None:
@@ -621,15 +613,6 @@ def test_ids_that_come_again_meet_no_old_letter_row_or_upload(pi: Pi) -> None:
     pi.once(SYNC_DELETE_AFTER_SEC=0)
     assert not pi.db.pending() and not waiting(pi.db) and not uploads(pi.db)
     assert not any(directory.exists() for directory in directories)
-
-
-def test_an_entry_of_an_odd_time_blocks_nothing(pi: Pi) -> None:
-    for when in ("infinity", "-infinity", "4000-01-01 BC"):
-        seq = pi.backend.enqueue()
-        pi.db.execute("update sync_outbox set created_at = %s where id = %s", (when, seq))
-    pi.backend.enqueue()
-    pi.once()
-    assert not pi.db.pending()
 
 
 def test_a_right_that_is_missing_after_a_reconnect_is_waited_for(pi: Pi) -> None:
