@@ -613,54 +613,32 @@ def test_a_token_that_is_not_one_visible_line_is_refused_and_not_shown(
     assert bad.decode() not in problem
 
 
-def test_a_token_file_that_is_missing_is_told_by_its_path() -> None:
-    (problem,) = problems({"SYNC_TOKEN_FILE": "/nonexistent/there"})
-    assert "SYNC_TOKEN_FILE" in problem
-    assert "/nonexistent/there (No such file" in problem
-
-
-@pytest.fixture
-def usual_token(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
-    """A file that is /etc/serversync.token for what has the prefix."""
-    etc = tmp_path / "etc"
-    shutil.copytree("/etc", etc, symlinks=True)
-    return etc / "serversync.token", in_mounts(f"mount --bind {etc} /etc")
-
-
 @needs_root
 def test_the_usual_token_file_counts_for_the_service_and_for_a_typed_command_alike(
-    pi: Pi, usual_token: tuple[Path, tuple[str, ...]]
+    pi: Pi, tmp_path: Path
 ) -> None:
+    """A reload reads it anew, also where there was none."""
+    etc = tmp_path / "etc"
+    shutil.copytree("/etc", etc, symlinks=True)
+    path, prefix = etc / "serversync.token", in_mounts(f"mount --bind {etc} /etc")
     pi.frontend.require_token = "first"
-    path, prefix = usual_token
-    path.write_text("first\n")
-    path.chmod(0o600)
-    running = pi.agent(prefix=prefix)
-    seq = pi.backend.enqueue()
-    pi.frontend.wait(lambda: seq in pi.frontend.seqs(), what="an entry of the service's")
-    running.stop()
-    seq = pi.backend.enqueue()
-    assert run_once(pi.agent.env(), prefix=prefix).returncode == 0
-    assert seq in pi.frontend.seqs()
-    # A key names another one, which must be there.
-    missing = run_once(pi.agent.env(SYNC_TOKEN_FILE=path.parent / "missing"), prefix=prefix)
-    assert missing.returncode == 78 and "missing (No such file" in missing.stderr
-
-
-@needs_root
-def test_a_reload_reads_the_usual_token_file_anew_also_where_there_was_none(
-    pi: Pi, usual_token: tuple[Path, tuple[str, ...]]
-) -> None:
-    pi.frontend.require_token = "first"
-    path, prefix = usual_token
     running = pi.agent(prefix=prefix)
     for token in ("first", "second"):
         pi.frontend.require_token = token
         seq = pi.backend.enqueue()
         running.wait_log(f"entry {seq} (schedule) is retried")
-        path.write_text(token)
+        path.write_text(f"{token}\n")
+        path.chmod(0o600)
         running.hup()
         wait_until(lambda: pi.db.pending() == [], what="its delivery", state=running.log)
+    running.stop()
+    seq = pi.backend.enqueue()
+    assert run_once(pi.agent.env(), prefix=prefix).returncode == 0
+    assert seq in pi.frontend.seqs()
+    # A key names another one, which must be there.
+    missing = run_once(pi.agent.env(SYNC_TOKEN_FILE=etc / "missing"), prefix=prefix)
+    assert missing.returncode == 78
+    assert re.search(r"SYNC_TOKEN_FILE.*etc/missing \(No such file", missing.stderr)
 
 
 # --- TLS ------------------------------------------------------------------------------------------

@@ -476,20 +476,6 @@ def test_what_is_over_is_known_once_and_said_again_when_it_comes_back(sent: Sent
     assert len(repeats._said) <= 300
 
 
-def test_an_outage_is_one_line_and_then_recovered_after_so_long(pi: Pi) -> None:
-    pi.frontend.stop()
-    pi.backend.enqueue()
-    running = pi.agent()
-    running.wait_log("outage, nothing is lost")
-    pi.frontend.start()
-    line = running.wait_log("recovered after")
-    assert re.search(r"entries: recovered after \d+ s \(NETWORK_ERROR\)", line)
-    running.stop()
-    assert pi.db.pending() == []
-    assert len(running.lines("outage, nothing is lost")) == 1
-    assert len(running.lines("recovered after")) == 1
-
-
 def test_the_state_file_is_in_the_first_directory_that_systemd_names(tmp_path: Path) -> None:
     state = serversync.StateFile({"RUNTIME_DIRECTORY": f"{tmp_path}:/nonexistent"})
     state.write(sentence="日本語")

@@ -724,29 +724,6 @@ def test_a_mark_that_changes_nothing_is_said_and_nothing_is_sent_twice(pi: Pi) -
     assert pi.frontend.seqs() == [seq]
 
 
-def test_a_power_cut_in_the_middle_of_an_upload_loses_nothing(pi: Pi) -> None:
-    call = pi.backend.end_call(seconds=20)
-    pi.frontend.read_rate = 100_000
-    cut = pi.agent()
-    pi.frontend.wait(
-        lambda: pi.frontend.of_kind("file")[0].received > 100_000, what="half an upload"
-    )
-    cut.kill()
-    pi.db.cluster.restart("immediate")
-
-    assert call.wav.exists()
-    assert pi.db.pending() == [call.seq("recording_file")]
-    assert pi.backend.upload_status(call)[0] == "local_only"
-    pi.frontend.read_rate = None
-    again = pi.agent()
-    pi.wait_delivered()
-    assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
-    assert pi.frontend.files[call.call_log_id].count == 1
-    assert sorted(pi.frontend.seqs()) == call.seqs[:-1]
-    assert pi.backend.upload_status(call)[0] == "uploaded"
-    wait_until(lambda: not call.directory.exists(), what="the deletion", state=again.log)
-
-
 @pytest.mark.parametrize("shift", ["-20y", "+20y"])
 def test_an_agent_with_a_wrong_clock_delivers_and_deletes(
     pi: Pi, libfaketime: Path, shift: str

@@ -321,29 +321,6 @@ def test_entries_that_are_told_to_wait_wait_so_long_and_the_others_only_for_seco
     }
 
 
-def test_recordings_that_are_told_to_wait_hold_up_no_entry_and_no_other_recording(pi: Pi) -> None:
-    bad = [pi.backend.end_call(seconds=0.01) for _ in range(2)]
-    good = pi.backend.end_call(seconds=0.01)
-
-    def crash(request: Request) -> Reply | None:
-        assert request.file is not None
-        return None if request.file.call_log_id == good.call_log_id else PAUSE
-
-    pi.frontend.on_file = crash
-    running = pi.agent()
-    seqs = [call.seq("recording_file") for call in bad]
-    wait_until(lambda: pi.db.pending() == seqs, what="the others", state=running.log)
-    assert [request.status for request in pi.frontend.of_kind("file")].count(429) == 2
-    # From the third in a row on it is an outage of the recordings, never of the entries.
-    bad += [pi.backend.end_call(seconds=0.01) for _ in range(2)]
-    good = pi.backend.end_call(seconds=0.01)
-    pi.frontend.on_file = lambda _: PAUSE
-    running.wait_log("files: outage, nothing is lost: the frontend asks for a pause")
-    late = pi.backend.enqueue()
-    wait_until(lambda: late in pi.frontend.seqs(), what="an entry", state=running.log)
-    assert not running.lines("entries: outage")
-
-
 @rows("verify", ["", "/api/recordings/{callLogId}"])
 def test_a_pause_during_an_upload_lets_it_end_and_holds_back_all_that_would_follow(
     pi: Pi, verify: str
@@ -471,19 +448,6 @@ def test_a_reset_on_a_reused_connection_is_tried_once_more_on_a_fresh_one(
     assert keys[1] == keys[2] != keys[0]
 
 
-def test_a_connection_that_the_frontend_closed_meanwhile_costs_nothing(pi: Pi) -> None:
-    running = pi.agent()
-    pi.backend.enqueue()
-    pi.frontend.wait(lambda: pi.frontend.seqs() == [1])
-    pi.wait_delivered()
-    pi.frontend.hang_up()
-    pi.backend.enqueue()
-    pi.frontend.wait(lambda: pi.frontend.seqs() == [1, 2])
-    pi.wait_delivered()
-    assert not waiting(pi.db)
-    assert not running.lines("is retried")
-
-
 def test_answers_that_trickle_end_at_the_deadline_and_confirm_nothing(pi: Pi) -> None:
     """A byte each 0.3 s would outlive every socket time limit of 1 s."""
     pi.backend.enqueue()
@@ -491,28 +455,6 @@ def test_answers_that_trickle_end_at_the_deadline_and_confirm_nothing(pi: Pi) ->
     pi.frontend.on_entries = to_entries(lambda _: answer)
     pi.once(code=LATER, SYNC_TIMEOUT_SEC=1, timeout=20)
     assert waiting(pi.db)[1]["code"] == "NETWORK_TIMEOUT"
-
-
-def test_text_from_the_frontend_is_cleaned_and_masked_before_it_is_cut_and_stored(pi: Pi) -> None:
-    """An error page that echoes the token, also where a text is cut: no piece of it is kept."""
-    token = "5Kw9ZtPq2LxVb7NcRj4GhDf8YsMu3EaT"
-    pages: list[Reply] = [
-        Reply(500, {}, b"\x00\xff\xed\xa0\x80 Authorization: Bearer abcdefgh " + b"y" * 5000),
-        Reply(400, {}, {"error": f"no such token: {token}"}),
-    ]
-    for offset in (300, *range(900, 1040, 20), 4000, 4020, 4060, 4090):
-        pages.append(Reply(500, {}, "y" * offset + token + "z" * 5000))
-    for page in pages:
-        pi.frontend.poison[entity_of(pi.db, pi.backend.enqueue())] = page
-    done = pi.once(code=PERSON, SYNC_TOKEN=token)
-    kept = [row["reason"] for row in waiting(pi.db).values()]
-    kept += [letter["error_message"] for letter in dead_letters(pi.db).values()]
-    assert len(kept) == len(pages)
-    assert max(len(reason) for reason in kept) <= 1024
-    assert all(re.search("HTTP [45]00", reason) for reason in kept)
-    for text in [done.stderr, *kept]:
-        assert "abcdefgh" not in text
-        assert not [token[at : at + 4] for at in range(29) if token[at : at + 4] in text]
 
 
 # --- the `rejected` extension -----------------------------------------------------------------
