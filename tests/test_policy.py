@@ -387,6 +387,7 @@ SUSPECT = Verdict(Fate.SUSPECT, "FRONTEND_5XX", "HTTP 500", 500)
 REJECTED = Verdict(Fate.REJECTED, "BAD_REQUEST", "no", 400)
 NEVER = Past("call_log", None)
 WORN = Past("call_log", None, tries=50, attempts=7, type_sent=5, waited=DAY, sent_now=8)
+A_MONTH = replace(WORN, tries=5000, waited=30 * DAY)
 
 
 def step(
@@ -398,33 +399,47 @@ def step(
 
 
 @pytest.mark.parametrize(
-    ("past", "charged", "dead"),
+    ("past", "verdict", "charged", "dead"),
     [
         # Never before: nothing says that it is the entry's fault, however healthy the endpoint.
-        (NEVER, False, False),
-        (replace(NEVER, sent_now=1_000_000, waited=30 * DAY), False, False),
+        (NEVER, SUSPECT, False, False),
+        (replace(NEVER, sent_now=1_000_000, waited=30 * DAY), SUSPECT, False, False),
         # Charged only after three others of its type got through since its last failure.
         *(
-            (replace(WORN, attempts=0, sent_now=sent), sent >= 8, False)
+            (replace(WORN, attempts=0, sent_now=sent), SUSPECT, sent >= 8, False)
             for sent in (4, 5, 7, 8, 500)
         ),
         # Both SYNC_RETRY_MAX and SYNC_RETRY_HOURS must be reached, by a failure that is charged.
-        (replace(WORN, attempts=6), True, False),
-        (replace(WORN, waited=DAY - 1), True, False),
-        (WORN, True, True),
-        (replace(WORN, attempts=40), True, True),
+        (replace(WORN, attempts=6), SUSPECT, True, False),
+        (replace(WORN, waited=DAY - 1), SUSPECT, True, False),
+        (WORN, SUSPECT, True, True),
+        (replace(WORN, attempts=40), SUSPECT, True, True),
         # Time alone, or tries alone, kill nothing: a month without network.
-        (replace(WORN, tries=5000, attempts=40, waited=30 * DAY, sent_now=7), False, False),
-        (replace(WORN, tries=5000, attempts=0, waited=30 * DAY), True, False),
+        (replace(A_MONTH, attempts=40, sent_now=7), SUSPECT, False, False),
+        (replace(A_MONTH, attempts=0), SUSPECT, True, False),
+        # Nobody's fault: never charged, never dead.
+        (WORN, Verdict(Fate.WAITS, "FILE_CHANGED", "changed"), False, False),
+        (WORN, Verdict(Fate.OUTAGE, "NETWORK_ERROR", "refused"), False, False),
+        # Rejected: dead at once. A type that is only ever rejected is the frontend's fault: the
+        # tenth of it is a suspect like any other.
+        (NEVER, REJECTED, False, True),
+        (replace(NEVER, rejected=8), REJECTED, False, True),
+        (replace(NEVER, rejected=9), REJECTED, False, False),
+        (replace(NEVER, rejected=500), REJECTED, False, False),
+        (replace(WORN, rejected=9), REJECTED, True, True),
+        (replace(WORN, rejected=9, attempts=6), REJECTED, True, False),
+        # What cannot be sent is dead for reasons that lie here.
+        (replace(NEVER, rejected=500), Verdict(Fate.DEAD, "FILE_MISSING", "gone"), False, True),
     ],
 )
-def test_a_suspect_is_charged_after_successes_of_its_type_and_dead_by_attempts_and_hours(
-    past: Past, charged: bool, dead: bool
+def test_what_becomes_of_an_entry_that_failed(
+    past: Past, verdict: Verdict, charged: bool, dead: bool
 ) -> None:
-    now = step(past)
+    now = step(past, verdict)
     assert (now.dead, now.tries, now.attempts) == (dead, past.tries + 1, past.attempts + charged)
-    uncharged = step(past, charge=False)
-    assert (uncharged.dead, uncharged.attempts) == (False, past.attempts)
+    in_an_outage = step(past, verdict, charge=False)
+    assert in_an_outage.dead is (verdict.fate is Fate.DEAD)
+    assert in_an_outage.attempts == past.attempts
 
 
 def test_the_limits_are_those_of_the_configuration() -> None:
@@ -433,37 +448,6 @@ def test_the_limits_are_those_of_the_configuration() -> None:
     assert not step(last, retry_max=4, retry_hours=2.5).dead
     assert not step(last, retry_max=3, retry_hours=2.6).dead
     assert step(replace(WORN, attempts=0, waited=0.0), retry_max=1, retry_hours=0).dead
-
-
-@pytest.mark.parametrize("fate", [Fate.WAITS, Fate.OUTAGE])
-def test_what_is_nobodys_fault_is_never_charged_and_never_dead(fate: Fate) -> None:
-    now = step(WORN, Verdict(fate, "FILE_CHANGED", "changed"))
-    assert (now.dead, now.attempts) == (False, 7)
-
-
-@pytest.mark.parametrize(
-    ("verdict", "rejected", "charge", "dead"),
-    [
-        (REJECTED, 0, True, True),
-        (REJECTED, 8, True, True),
-        # A type that is only ever rejected is the frontend's fault; in an outage nothing dies.
-        (REJECTED, 9, True, False),
-        (REJECTED, 500, True, False),
-        (REJECTED, 0, False, False),
-        # What cannot be sent is dead for reasons that lie here.
-        (Verdict(Fate.DEAD, "FILE_MISSING", "gone"), 500, False, True),
-    ],
-)
-def test_a_deadly_verdict_is_dead_at_once_but_for_the_tenth_of_a_type(
-    verdict: Verdict, rejected: int, charge: bool, dead: bool
-) -> None:
-    now = step(replace(NEVER, rejected=rejected), verdict, charge=charge)
-    assert (now.dead, now.attempts) == (dead, 0)
-
-
-def test_the_tenth_rejected_of_a_type_is_a_suspect_like_any_other() -> None:
-    assert step(replace(WORN, rejected=9), REJECTED).dead
-    assert step(replace(WORN, rejected=9, attempts=6), REJECTED).attempts == 7
 
 
 # --- time -----------------------------------------------------------------------------------------

@@ -185,38 +185,33 @@ def test_a_redirect_is_never_followed_and_the_token_goes_nowhere_else(
 # --- outages that show themselves at once -----------------------------------------------------
 
 
-@rows("count", [1, 100])
-def test_a_refused_connection_is_an_outage_and_nobodys_fault(pi: Pi, count: int) -> None:
+@rows(
+    ("count", "base", "words"),
+    [
+        (1, "", "cannot be reached"),  # refused
+        (100, "", "cannot be reached"),
+        (100, "http://frontend.invalid", "cannot be reached"),
+        (100, "https", "TLS"),
+    ],
+)
+def test_a_connection_that_cannot_be_made_is_an_outage_that_names_its_reason_and_nobodys_fault(
+    pi: Pi, count: int, base: str, words: str
+) -> None:
     pi.backend.enqueue_many(count)
-    pi.frontend.stop()
-    done = pi.once(code=UNAVAILABLE)
-    assert (
-        len([line for line in done.stderr.splitlines() if "outage, nothing is lost" in line]) == 1
-    )
-    assert "is retried" not in done.stderr
-    assert not waiting(pi.db)
-    pi.frontend.start()
+    pi.frontend.idle_timeout = 0.5  # it waits for the end of what it takes for a head
+    url = pi.frontend.url.replace("http", "https") if base == "https" else base
+    if not base:
+        pi.frontend.stop()
+    settings = {"FRONTEND_BASE_URL": url or pi.frontend.url, "SYNC_TIMEOUT_SEC": 5}
+    log = pi.once(code=UNAVAILABLE, **settings).stderr
+    [told] = [line for line in log.splitlines() if "outage, nothing is lost" in line]
+    assert words in told and "clock" not in told
+    assert "is retried" not in log
+    assert not waiting(pi.db) and not dead_letters(pi.db)
+    if not base:
+        pi.frontend.start()
     pi.once(code=DONE)
     assert pi.frontend.seqs() == list(range(1, count + 1))
-
-
-def test_a_frontend_that_cannot_be_found_is_an_outage(pi: Pi) -> None:
-    pi.backend.enqueue_many(100)
-    done = pi.once(
-        code=UNAVAILABLE, FRONTEND_BASE_URL="http://frontend.invalid", SYNC_TIMEOUT_SEC=5
-    )
-    assert "cannot be reached" in done.stderr
-    assert not waiting(pi.db)
-    assert not dead_letters(pi.db)
-
-
-def test_a_tls_failure_is_an_outage_and_names_its_own_reason(pi: Pi) -> None:
-    pi.frontend.idle_timeout = 0.5  # it waits for the end of what it takes for a head
-    pi.backend.enqueue_many(100)
-    done = pi.once(code=UNAVAILABLE, FRONTEND_BASE_URL=pi.frontend.url.replace("http:", "https:"))
-    assert "TLS" in done.stderr
-    assert "clock" not in done.stderr
-    assert not waiting(pi.db)
 
 
 @rows("limit", [0, 14], ids=["everything", "all but the empty request"])
