@@ -146,6 +146,7 @@ def test_a_standby_is_shown_as_one_and_without_an_agent_the_exit_code_says_so(
     assert rows["health"] == "standby: another agent holds the lock"
     assert typist.json("status", **beside(second))["agent"]["state"] == "standby"
     second.kill()
+    assert "another agent" in typist("once", code=75).stderr
     # Another host, or another /run: the database knows that there is one.
     rows = rows_of(typist("status", code=69).stdout)
     assert rows["health"] == "the agent is not seen here, but another session holds the lock"

@@ -12,6 +12,7 @@ import pytest
 from frontend import Frontend, Hook, Reply, Request, script
 from ledger import counter, dead_letters, entity_of, let_hours_pass, receipts, waiting
 from pi import Pi
+from test_state import end_session
 from waiting import wait_until
 
 HTML = "<html><body>Welcome to the hotel's wireless network</body></html>"
@@ -24,11 +25,6 @@ PAUSE = Reply(429, {"Retry-After": "3600"})
 def raw_200(length: str) -> bytes:
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     return head.encode("latin-1") + b'{"ok": true}'
-
-
-END_SESSION = """
-    select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'serversync'
-"""
 
 
 def to_entries(hook: Hook) -> Hook:
@@ -377,8 +373,7 @@ def test_what_was_asked_before_a_pause_and_fails_during_it_does_not_shorten_it(p
     pi.frontend.on_entries = None
     paused.set()
     wait_until(lambda: any(row["is_file"] for row in waiting(pi.db).values()), what="its row")
-    with pi.db.admin() as admin:  # a new session looks at everything anew
-        admin.execute(END_SESSION)
+    end_session(pi.db)  # a new one looks at everything anew
     running.wait_log("the lock is ours")
     looked = time.time()
     pi.db.execute("NOTIFY serversync")
