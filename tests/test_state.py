@@ -466,7 +466,7 @@ def test_rebuilt_outbox_has_index_and_trigger_again_within_a_minute_and_what_wai
     running.wait_sentence("1 retrying")
     pi.db.execute(REBUILD)
     assert not pi.db.rows(INDEX_STATE) and not pi.db.rows(TRIGGERS)
-    wait_until(lambda: pi.db.rows(INDEX_STATE) and pi.db.rows(TRIGGERS), 70, "both", running.log)
+    wait_until(lambda: pi.db.rows(INDEX_STATE) and pi.db.rows(TRIGGERS), 30, "both", running.log)
     assert pi.db.rows(INDEX_STATE)[0][0] and pi.db.rows(TRIGGERS) == [("serversync_wake",)]
     call = pi.backend.end_call()
     pi.frontend.wait(lambda: pi.frontend.playable(call.recording_id), 5, "the call, by NOTIFY")
