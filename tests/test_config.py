@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serversync
-from agent import PROGRAM, PYTHON, REPOSITORY, Agent, AgentFactory, NotifySocket, run_once
+from agent import Agent, AgentFactory, NotifySocket, run_once
 from chance import examples
 from frontend import Reply, Request
 from ledger import entity_of
@@ -36,6 +36,10 @@ TOKEN = "Tk-4711.correct~horse+battery/staple="
 PASSWORD = "s3cr3t-hunter2-Pa55"
 
 
+Env = Mapping[str, str]
+Done = subprocess.CompletedProcess[str]
+
+
 def load(settings: dict[str, str]) -> Config:
     return load_config(REQUIRED | settings)
 
@@ -46,23 +50,9 @@ def problems(settings: dict[str, str]) -> list[str]:
     return error.value.problems
 
 
-def run(
-    *args: str,
-    environ: Mapping[str, str] = MappingProxyType({}),
-    prefix: tuple[str, ...] = (),
-) -> subprocess.CompletedProcess[str]:
-    """The program with exactly this environment, and no --env-file but the one in `args`."""
-    base = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
-    return subprocess.run(
-        [*prefix, str(REPOSITORY / PYTHON), str(REPOSITORY / PROGRAM), *args],
-        env={**base, **environ},
-        cwd=REPOSITORY,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(*args: str, environ: Env = MappingProxyType({}), prefix: tuple[str, ...] = ()) -> Done:
+    """The program with this environment alone, and no --env-file but the one in `args`."""
+    return run_once(environ, args=args, env_file=False, prefix=prefix)
 
 
 @pytest.fixture
