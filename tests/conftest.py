@@ -128,6 +128,20 @@ def hurry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None
 
 
 @pytest.fixture
+def alter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
+    """The same program with other words in one place, where there is no limit with a name."""
+
+    def start_with(old: str, new: str) -> None:
+        program = (agent_module.REPOSITORY / agent_module.PROGRAM).read_text()
+        assert program.count(old) == 1
+        altered = tmp_path / "altered.py"
+        altered.write_text(program.replace(old, new))
+        monkeypatch.setattr(agent_module, "PROGRAM", str(altered))
+
+    return start_with
+
+
+@pytest.fixture
 def public() -> Iterator[Path]:
     """A directory that every user may read and write."""
     with tempfile.TemporaryDirectory(prefix="serversync-public-") as name:

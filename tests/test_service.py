@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import agent as agent_module
 from agent import Agent, NotifySocket
 from frontend import Frontend, Reply, Request
 from ledger import hold, uploads, waiting
@@ -613,36 +612,17 @@ def test_database_that_is_absent_at_start_is_a_state_and_not_a_failure(
     running.wait_log("the database is there")
 
 
-PATIENT = """
-import os, sys
-directory, name = os.path.split({program!r})
-sys.path.insert(0, directory)
-program = __import__(name.removesuffix(".py"))
-pauses = []
-pause_after = program.Agent.pause_after
-def no_pause_after(agent, error):
-    pauses.append(pause_after(agent, error))
-    if len(pauses) % 1100 == 0:
-        print(f"paused {{len(pauses)}} times, the last time {{pauses[-1]:.1f}} s", flush=True)
-    return 0.0
-program.Agent.pause_after = no_pause_after
-main = program.main
-"""
-
-
 def test_database_that_is_absent_for_hours_is_asked_every_quarter_of_a_minute_and_then_found(
-    pi: Pi, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pi: Pi, proxy: Proxy, alter: Callable[[str, str], None]
 ) -> None:
     """More than a thousand failed connections: the same program, but its pauses take no time."""
-    patient = tmp_path / "patient.py"
-    program = agent_module.REPOSITORY / agent_module.PROGRAM
-    patient.write_text(PATIENT.format(program=str(program)))
-    monkeypatch.setattr(agent_module, "PROGRAM", str(patient))
+    paused = 'print(f"paused {self.failures} times: {self.pause_after(error)}", flush=True)'
+    alter("resume_at = time.monotonic() + self.pause_after(error)", paused)
     proxy.refuse()
     seq = pi.backend.enqueue()
     running = pi.agent(DATABASE_URL=pi.db.url_through(proxy.port))
     last = running.wait_log("paused 1100 times")
-    assert 7 < float(last.split()[-2]) <= 15
+    assert 7 < float(last.split()[-1]) <= 15
     proxy.resume()
     pi.wait_entry(seq)
     assert "Traceback" not in running.log()

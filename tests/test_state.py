@@ -6,14 +6,13 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-import agent as agent_module
 import serversync
 from agent import PROGRAM, PYTHON, REPOSITORY, AgentFactory
 from desk import Typist, bury
@@ -453,14 +452,10 @@ REBUILD = """
 
 
 def test_rebuilt_outbox_has_index_and_trigger_again_within_a_minute_and_what_waited_goes_on(
-    pi: Pi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pi: Pi, alter: Callable[[str, str], None]
 ) -> None:
     """Nothing but its own timer, of half a minute, wakes it: a program whose timer is quicker."""
-    program = (REPOSITORY / PROGRAM).read_text()
-    assert program.count("min(interval, 30.0)") == 1
-    quick = tmp_path / "quick.py"
-    quick.write_text(program.replace("min(interval, 30.0)", "min(interval, 2.0)"))
-    monkeypatch.setattr(agent_module, "PROGRAM", str(quick))
+    alter("min(interval, 30.0)", "min(interval, 2.0)")
     bad = pi.poisoned(Reply(429, {"Retry-After": "3600"}))
     running = pi.agent(SYNC_POLL_INTERVAL_SEC=300)
     running.wait_sentence("1 retrying")
