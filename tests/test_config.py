@@ -786,15 +786,3 @@ def test_neither_token_nor_password_is_in_any_output_column_or_status(
     for where, text in shown.items():
         assert TOKEN[:8] not in text, where
         assert PASSWORD[:8] not in text, where
-
-
-def test_no_secret_is_in_a_help_or_in_a_usage_error() -> None:
-    environ = REQUIRED | {
-        "SYNC_LOG_LEVEL": "debug",
-        "SYNC_TOKEN": TOKEN,
-        "DATABASE_URL": f"postgresql://u:{PASSWORD}@127.0.0.1:1/d",
-    }
-    for args in (("--help",), ("nonsense",), ("once",)):
-        done = run(*args, environ=environ)
-        assert TOKEN not in done.stdout + done.stderr
-        assert PASSWORD not in done.stdout + done.stderr
