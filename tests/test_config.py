@@ -25,6 +25,7 @@ from machine import in_mounts, needs_root
 from pg import Database
 from pi import Pi
 from serversync import OPTIONS, Config, ConfigError, load_config, parse_env_file
+from test_tls import Authority
 from waiting import wait_until
 
 REQUIRED = {
@@ -615,24 +616,13 @@ def test_the_usual_token_file_counts_for_the_service_and_for_a_typed_command_ali
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two certificates with their keys, and one key with a pass phrase."""
-    where = tmp_path_factory.mktemp("tls")
-    for name in ("one", "two"):
-        subprocess.run(
-            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-            f" -subj /CN={name} -keyout {name}.key -out {name}.pem".split(),
-            cwd=where,
-            check=True,
-            capture_output=True,
-        )
-    subprocess.run(
-        f"openssl ec -in one.key -aes128 -passout pass:{PASSWORD} -out locked.key".split(),
-        cwd=where,
-        check=True,
-        capture_output=True,
-    )
+    where = tmp_path_factory.mktemp("tls") / "ours"
+    ours = Authority(where, "our CA")
+    one, _ = ours.issue("one"), ours.issue("two")
+    locked = ("-aes128", "-passout", f"pass:{PASSWORD}", "-out", where / "locked.key")
+    ours._openssl("ec", "-in", one.key, *locked)
     (where / "nonsense.pem").write_text("this is no PEM file\n")
-    pieces = [(where / name).read_text() for name in ("one.pem", "one.key")]
-    (where / "both.pem").write_text("".join(pieces))
+    (where / "both.pem").write_text(one.cert.read_text() + one.key.read_text())
     return where
 
 
@@ -665,15 +655,8 @@ def test_tls_files_that_cannot_be_used_are_told(
 def test_a_key_with_a_pass_phrase_is_told_and_nobody_is_asked_for_it(
     tls: Path, env_file: Path
 ) -> None:
-    done = run(
-        "once",
-        "--env-file",
-        str(env_file),
-        environ={
-            "SYNC_CLIENT_CERT": str(tls / "one.pem"),
-            "SYNC_CLIENT_KEY": str(tls / "locked.key"),
-        },
-    )
+    locked = {"SYNC_CLIENT_CERT": f"{tls}/one.pem", "SYNC_CLIENT_KEY": f"{tls}/locked.key"}
+    done = run("once", "--env-file", str(env_file), environ=locked)
     assert (done.returncode, done.stdout) == (78, "")
     assert "SYNC_CLIENT_KEY" in done.stderr
     assert "Enter PEM pass phrase" not in done.stderr
