@@ -528,9 +528,16 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-def test_panels_have_ids_and_places_of_their_own_without_holes_between_them() -> None:
-    ids = [panel["id"] for panel in panels()]
-    assert len(set(ids)) == len(ids)
+def test_every_panel_has_its_place_and_asks_the_chosen_source_for_the_chosen_devices(
+    promtool: str, tmp_path: Path
+) -> None:
+    """As promtool understands it; without holes between the places."""
+    listed = json.loads(DASHBOARD.read_text())["templating"]["list"]
+    variables = {each["name"]: each for each in listed}
+    assert list(variables) == ["datasource", "instance"]
+    assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+    assert "Dead letters" in [panel["title"] for panel in panels()]
     taken: list[tuple[int, int]] = []
     for panel in panels():
         place = panel["gridPos"]
@@ -538,22 +545,11 @@ def test_panels_have_ids_and_places_of_their_own_without_holes_between_them() ->
         assert place["x"] >= 0 and across.stop <= 24
         taken += [(x, y) for x in across for y in down]
         assert panel["description"] and panel["type"] in ("stat", "timeseries", "table")
-    assert len(taken) == len(set(taken)) == 24 * (max(y for _, y in taken) + 1)
-    assert "Dead letters" in [panel["title"] for panel in panels()]
-
-
-def test_every_panel_asks_the_chosen_source_for_the_chosen_devices_as_promtool_understands_it(
-    promtool: str, tmp_path: Path
-) -> None:
-    listed = json.loads(DASHBOARD.read_text())["templating"]["list"]
-    variables = {each["name"]: each for each in listed}
-    assert list(variables) == ["datasource", "instance"]
-    assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
-    for panel in panels():
         references = [target["refId"] for target in panel["targets"]]
         assert len(set(references)) == len(references) > 0
         for part in (panel, *panel["targets"]):
             assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert len(taken) == len(set(taken)) == 24 * (max(y for _, y in taken) + 1)
     rules = []
     for number, expression in enumerate(expressions()):
         selectors = expression.count('instance=~"$instance"')

@@ -11,6 +11,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -684,22 +686,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(each, (*path, key))
 
 
-GONE = object()
-
-
-def with_change(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """The state with another value in one place, or with none there."""
-    changed: dict[str, Any] = json.loads(json.dumps(STATE))
-    place: Any = changed
-    for key in path[:-1]:
-        place = place[key]
-    if value is GONE:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return changed
-
-
 def test_a_state_file_of_another_version_is_shown_as_far_as_it_goes_and_what_is_none_is_no_agent(
     agent: AgentFactory, schema: None, tmp_path: Path
 ) -> None:
@@ -724,10 +710,15 @@ def test_a_state_file_of_another_version_is_shown_as_far_as_it_goes_and_what_is_
     assert shown_of(STATE | {"of_a_later_version": [{}]}) == "running"
     for nonsense in ("", "{", "[1]", "null", '{"pid": "x"}', '{"since": 1}'):
         assert shown_of(nonsense) == "stopped", nonsense
-    odd = [GONE, None, True, -1, 1e300, "", "text", [], [{}], [None], {}, {"x": [1]}]
-    for path in list(places(STATE)):
+    odd: list[Any] = [None, True, -1, 1e300, "", "text", [], [{}], [None], {}, {"x": [1]}]
+    for *way, last in list(places(STATE)):
+        changed = json.loads(json.dumps(STATE))
+        place = reduce(getitem, way, changed)
         for value in odd:
-            shown_of(with_change(path, value))
+            place[last] = value
+            shown_of(changed)
+        del place[last]
+        shown_of(changed)
     (tmp_path / "odd").mkdir()
     for directory in odd_files(tmp_path / "odd"):
         assert shown(directory) == "stopped", directory
