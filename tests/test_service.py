@@ -439,7 +439,14 @@ def idle(stage: Stage) -> Agent:
     return stage.start_until(lambda: not stage.db.pending())
 
 
-DELIVERED = (in_a_statement_that_hangs, with_a_locked_table, idle)
+def as_standby(stage: Stage) -> Agent:
+    idle(stage)
+    running = stage.start()
+    running.wait_log("standby")
+    return running
+
+
+DELIVERED = (in_a_statement_that_hangs, with_a_locked_table, idle, as_standby)
 LOOK_UPS = (in_a_look_up_of_the_frontend, in_a_look_up_of_the_database)
 HANGING = (
     in_a_hanging_request,
@@ -462,6 +469,7 @@ HANGING = (
         without_a_database,
         with_a_locked_table,
         idle,
+        as_standby,
     ],
 )
 def test_sigterm_ends_the_agent_within_two_seconds_and_nothing_is_half_marked(

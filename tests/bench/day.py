@@ -94,11 +94,13 @@ class Day:
 
 
 def day(world: World, quiet: float, calls: int, outage: float) -> Day:
-    """Three pieces of a day, each with settings that are pulled once a minute."""
+    """Three pieces of a day, each with settings that are pulled once a minute. What comes of the
+    making of the database here rests, or its disk shows nothing else: autovacuum, new WAL files."""
     with world.database() as db, Frontend(world.directory / "frontend-day") as frontend:
         backend = Backend(db, world.directory / "backend-day")
         example().serve(frontend)
         first_start(world, db)
+        _rests(db, True)
         cluster = Cluster(db)
         settings = {"FRONTEND_BASE_URL": frontend.url, "FRONTEND_SYNC_INTERVAL_SEC": 60,
                     "SYNC_RECORDINGS_DIR": backend.recordings_dir,
@@ -125,17 +127,25 @@ def day(world: World, quiet: float, calls: int, outage: float) -> Day:
                 time.sleep(outage)
 
             some_calls(2)  # what is written once is written
-            time.sleep(5)
             world.settle(db)
+            piece(lambda: time.sleep(quiet / 4), agent)  # and what is left of the settling
             spent, seconds = piece(lambda: time.sleep(quiet))
             minute = _scaled(spent, 60 / seconds)
             spent, seconds = piece(some_calls)
             call = _scaled(spent.plus(minute, -seconds / 60), 1 / calls)
             spent, seconds = piece(away)
             down = _scaled(spent.plus(minute, -seconds / 60), 60 / seconds)
+        _rests(db, False)
     whole = _scaled(minute, 1440).plus(call, CALLS_A_DAY).plus(down, OUTAGE_SEC / 60)
     progress(f"a day: {whole.agent_cpu:.1f} s of the agent's CPU, {whole.wal / 1e6:.1f} MB of WAL")
     return Day(minute, call, down, whole)
+
+
+def _rests(db: Database, rests: bool) -> None:
+    with db.admin() as admin:
+        for name in ("autovacuum", "wal_init_zero"):
+            admin.execute(f"alter system {f'set {name} = off' if rests else f'reset {name}'}")
+        admin.execute("select pg_reload_conf()")
 
 
 def _scaled(spent: Spent, times: float) -> Spent:
