@@ -17,31 +17,30 @@ from hypothesis import strategies as st
 
 import serversync
 from backend import Backend
+from chance import examples
 from frontend import Frontend
 from pg import Database
-from settings import Desired, Puller, tables
-
-ROUNDS = 12
+from settings import AUDIO, Desired, Puller, tables
 
 
 # Few ids, names and numbers, so that sections repeat, contradict and point at each other.
 IDS = [f"00000000-0000-4000-8000-{n:012}" for n in range(4)]
 GOOD_AND_BAD: dict[str, tuple[list[Any], list[Any]]] = {
     "id": (IDS, [IDS[0].upper(), "flow-1", None, 7]),
-    "link": ([*IDS, None, None], [IDS[0].upper(), "flow-1", 7]),
-    "name": (["a", "b", "x" * 100, "n\0ul"], ["y" * 101, "z" * 256, None, 5]),
+    "link": ([*IDS, IDS[0].upper(), None, None], ["flow-1", 7]),
+    "name": (["a", "b", "x" * 100, "n\0ul 😀"], ["y" * 101, "z" * 256, None, 5]),
     "number": (
-        ["0312345678", "+81312345678", "03 (1234) 5679", "０３１２３４５６７８", "+12125550100"],
+        ["0312345678", "+81312345678", "03 (1234) 5679", "０３（１２３４）５６７８", "+1212555"],
         ["110", "no", "", None, 3],
     ),
     "flag": ([True, False, None], ["yes"]),
-    "code": (["VR", "AN", "VM", "VB", "IV"], ["XXX", "", None]),
+    "code": (["VR", "AN", "VM", "vb", "vb", "IV"], ["XXX", "", None]),
     "whole": ([0, -1, 3, 7.0, None], [7.5, "3", 1 << 40]),
     "config": ([{"actionCode": "VR"}, {"a": [1, None, {"b": 2.5}]}], [None, "VR"]),
     "allow": (["allow", "deny"], ["maybe"]),
-    "url": ([None, "", "/audio/announcements/a.wav"], ["/audio/announcements/../a.wav"]),
+    "url": ([None, "", f"{AUDIO}a.wav", f"{AUDIO}b.wav"], [f"{AUDIO}../a.wav"]),
     "text": (["Hello.", "Bye."], [None, ""]),
-    "seconds": ([None, 0.5, 1.5, -2.5, 2.4], ["2"]),
+    "seconds": ([None, 0.5, 1.5, -2.5, 2.4, 0.49999999999999994], ["2"]),
     "language": ([None, "en"], ["x" * 11]),
     "time": (["2026-11-18T09:00:00Z"], ["soon"]),
     "key": (["1", "2", "１", "#"], ["123456", None]),
@@ -86,7 +85,7 @@ class Author:
     def destination(self) -> dict[str, Any]:
         more = {
             "announcementId": "link", "welcomeAnnouncementId": "link", "ivrFlowId": "link",
-            "recordingEnabled": "flag", "scenarioId": "text",
+            "recordingEnabled": "flag", "includeAnnouncement": "flag", "scenarioId": "text",
         }  # fmt: skip
         given = {key: kind for key, kind in more.items() if self.random.random() < 0.4}
         return self.item(actionCode="code", **given)
@@ -142,7 +141,7 @@ def number(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
     wide = {chr(0xFF10 + n): str(n) for n in range(10)}
-    digits = "".join(wide.get(c, c) for c in value if c not in "-() ")
+    digits = "".join(wide.get(c, c) for c in value if c not in "-() （）")
     digits = "+81" + digits[1:] if digits[:1] == "0" else digits
     return digits if re.fullmatch(r"\+[1-9]\d{1,14}", digits, re.ASCII) else None
 
@@ -218,14 +217,15 @@ class Model:
     @staticmethod
     def _announcement(item: dict[str, Any], _: int) -> Row | None:
         url, text = item["audioFileUrl"] or None, item["ttsText"] or None
-        good = url in (None, "/audio/announcements/a.wav") and bool(url or text)
+        good = url in (None, f"{AUDIO}a.wav", f"{AUDIO}b.wav") and bool(url or text)
         good = good and item["durationSec"] != "2" and item["language"] != "x" * 11
         if not (good and text_fits(item["name"], 100) and flag(item)):
             return None
         if item["updatedAt"] == "soon":
             return None
         kind = "hold" if item["announcementType"] == "hold" else "custom"
-        seconds = {0.5: 1, 1.5: 2, -2.5: -3, 2.4: 2}.get(item["durationSec"])
+        rounded = {0.5: 1, 1.5: 2, -2.5: -3, 2.4: 2, 0.49999999999999994: 0}
+        seconds = rounded.get(item["durationSec"])
         return (item["id"].lower(), plain(item["name"]), item["description"], kind, active(item),
                 url, text, seconds, item["language"] or "ja")  # fmt: skip
 
@@ -242,6 +242,10 @@ class Model:
         before = stored.get(item["id"].lower(), {"exits": {}})["exits"]
         audio, text = self.sounds.get(lower(item["announcementId"]), (None, None))
         timeout, retries = item["timeoutSec"], item["maxRetries"]
+        times = (
+            10 if timeout is None or timeout <= 0 else timeout,
+            2 if retries is None or retries < 0 else retries,
+        )  # of every node; one that is kept keeps its own
         exits: dict[str, Row] = {}
         bad = set()
         for each in item["routes"]:
@@ -252,16 +256,14 @@ class Model:
             if made is None:
                 bad.add(key)
             else:
-                exits[key] = made
+                exits[key] = made + times
         fallback = self._exit(item["fallbackAction"] or {"actionCode": "VR"})
-        exits[""] = fallback or before.get("", ("VR", None, None))
+        default = before.get("", ("VR", None, None, *times))
+        exits[""] = fallback + times if fallback else default
         exits |= {key: before[key] for key in (bad & before.keys()) - exits.keys()}
         return {
             "root": (audio, None if audio else text),
-            "keypad": (
-                10 if timeout is None or timeout <= 0 else timeout,
-                2 if retries is None or retries < 0 else retries,
-            ),
+            "keypad": times,
             "exits": exits,
         }
 
@@ -274,16 +276,16 @@ class Model:
             said.append(f'"ivrFlowId":"{lower(item["ivrFlowId"])}"')
         if item.get("scenarioId") is not None:
             said.append(f'"scenarioId":"{item["scenarioId"]}"')
-        recording = item.get("recordingEnabled")
-        if recording not in (True, False, None):
-            return None
-        if recording is not None:
-            said.append(f'"recordingEnabled":{str(recording).lower()}')
-        sound = item.get("announcementId") if code in ("AN", "VM", "VB") else None
-        if code == "VB" and item.get("welcomeAnnouncementId") is not None:
+        for key in ("recordingEnabled", "includeAnnouncement"):
+            if item.get(key) not in (True, False, None):
+                return None
+            if item.get(key) is not None:
+                said.append(f'"{key}":{str(item[key]).lower()}')
+        sound = item.get("announcementId") if code in ("AN", "VM", "vb") else None
+        if code == "vb" and item.get("welcomeAnnouncementId") is not None:
             sound = item["welcomeAnnouncementId"]
         audio = self.sounds.get(lower(sound), (None, None))[0]
-        return code, audio, "{" + ",".join(said) + "}" if said else None
+        return code.upper(), audio, "{" + ",".join(said) + "}" if said else None
 
 
 def built(found: dict[str, list[Row]], flow: str) -> dict[str, Any]:
@@ -291,13 +293,14 @@ def built(found: dict[str, list[Row]], flow: str) -> dict[str, Any]:
     nodes = {row[0]: row for row in found["ivr_nodes"] if row[1] == flow}
     (root,) = [row for row in nodes.values() if row[3] == "ANNOUNCE"]
     (keypad,) = [row for row in nodes.values() if row[3] == "KEYPAD"]
-    assert root[2] is None and root[9] == 0 and keypad[2] == root[0] and keypad[9] == 1
+    assert (root[2], root[9], keypad[2], keypad[9]) == (None, 0, root[0], 1)
+    assert root[7:9] == keypad[7:9], "all nodes have the flow's timeout and retries"
     ways: dict[tuple[str, str | None], Row] = {}
     for _, source, kind, key, target in found["ivr_transitions"]:
         if source in nodes:
             assert source == keypad[0] and nodes[target][2] == keypad[0]
-            assert (nodes[target][3], nodes[target][9]) == ("EXIT", 2)
-            ways[kind, key] = nodes[target][4:7]
+            assert nodes[target][3] == "EXIT" and nodes[target][9:] == (2, "IE")
+            ways[kind, key] = nodes[target][4:9]
     assert ways.pop(("INVALID", None)) == ways[("TIMEOUT", None)], "a fallback always exists"
     assert len(nodes) == 2 + len(ways)
     exits = {key or "": row for (_, key), row in ways.items()}
@@ -319,7 +322,7 @@ def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
 
 
 @settings(
-    max_examples=ROUNDS,
+    max_examples=examples(18),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(story=st.lists(snapshots, min_size=2, max_size=4))
@@ -348,4 +351,7 @@ def test_any_sequence_of_snapshots_ends_in_the_tables_of_the_last_one(
             given_action["actionConfig"], dict
         ):
             assert extra[key] == given_action
-    assert not db.rows("SELECT FROM sync_outbox")
+    assert not db.rows("SELECT FROM sync_outbox"), "the agent adds no entries"
+    other = "(category, action_code) <> ('general', 'VR') OR version < 1"
+    assert not db.rows(f"SELECT FROM registered_numbers WHERE {other}")
+    assert not db.rows("SELECT FROM announcements WHERE updated_at <> '2026-11-18 09:00:00+00'")

@@ -27,6 +27,7 @@ from ledger import receipts
 from machine import STRANGER, booted, in_mounts, needs_root
 from pg import OWNER, SCHEMA, Cluster, Database
 from pi import Pi
+from settings import example, tables
 from test_state import OLD_TRIGGER, SCHEMA_V1
 from waiting import wait_until
 from web import a_place
@@ -90,9 +91,9 @@ class Role:
         settings = {"DATABASE_URL": self.url, **settings}
         return self.desk("setup", "--admin-url", self.admin_url, *more, code=code, **settings)
 
-    def make(self, how: str = "LOGIN") -> None:
+    def make(self) -> None:
         """Without any rights."""
-        self.superuser(f'CREATE ROLE "{self.name}" {how}')
+        self.superuser(f'CREATE ROLE "{self.name}" LOGIN')
 
     def superuser(self, *statements: str) -> None:
         with self.db.admin() as admin:
@@ -316,11 +317,23 @@ def one_sentence(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr, done.stderr
 
 
-def test_what_setup_cannot_mend_is_said_in_words(desk: Desk, db: Database, role: Role) -> None:
+def test_what_setup_cannot_mend_is_said_in_words(
+    desk: Desk, db: Database, role: Role, tmp_path: Path
+) -> None:
     nowhere = desk("setup", DATABASE_URL="postgresql://a@127.0.0.1:9/x", code=69)
     one_sentence(nowhere, "the database is not there")
-    role.make("NOLOGIN")
+    role.make()
+    before = catalogs(db)
+    # The configuration's own role, over TCP: it may not give itself anything.
+    refused = desk("setup", DATABASE_URL=role.url, code=78)
+    one_sentence(refused, "sudo serversync setup", "--admin-url")
+    assert catalogs(db) == before
+    role.superuser(f'ALTER ROLE "{role.name}" NOLOGIN')
     one_sentence(role.setup(code=69), role.name, "not permitted to log in")
+    role.superuser(f'ALTER ROLE "{role.name}" LOGIN')
+    missing = tmp_path / "missing"
+    done = role.setup(SYNC_RECORDINGS_DIR=missing, code=1)
+    assert done.stdout.splitlines()[-1].startswith("failed ") and str(missing) in done.stdout
     db.execute("DROP TABLE sync_outbox")
     one_sentence(role.setup(code=69), "no table sync_outbox")
     empty = db.cluster.url("postgres", user="postgres")
@@ -330,24 +343,28 @@ def test_what_setup_cannot_mend_is_said_in_words(desk: Desk, db: Database, role:
     one_sentence(gone, "does not exist")
 
 
-def test_a_role_without_the_rights_is_told_how_to_get_them(
-    desk: Desk, db: Database, role: Role
+def test_a_right_that_the_settings_lack_is_said_and_setup_grants_it(
+    pi: Pi, desk: Desk, role: Role
 ) -> None:
-    role.make()
-    before = catalogs(db)
-    # The configuration's own role, over TCP: it may not give itself anything.
-    refused = desk("setup", DATABASE_URL=role.url, code=78)
-    one_sentence(refused, "sudo serversync setup", "--admin-url")
-    assert catalogs(db) == before
+    role.setup()
+    example().serve(pi.frontend)
+    role.superuser(
+        f'REVOKE DELETE ON ivr_nodes FROM "{role.name}"',
+        f'REVOKE UPDATE (extra) ON system_settings FROM "{role.name}"',
+    )
 
+    def refused() -> dict[str, str]:
+        told = desk.json("settings", "pull", DATABASE_URL=role.url, code=None)["sections"]
+        return {each["section"]: each["error"] for each in told if each["error"]}
 
-def test_a_recordings_directory_that_is_not_there_is_said_at_the_end(
-    db: Database, role: Role, tmp_path: Path
-) -> None:
-    missing = tmp_path / "missing"
-    done = role.setup(SYNC_RECORDINGS_DIR=missing, code=1)
-    assert done.stdout.splitlines()[-1].startswith("failed ") and str(missing) in done.stdout
-    assert_plain(done.stdout)
+    words = "the database refuses it: permission denied for table {}: run: sudo serversync setup"
+    lacking = {"call-actions": "system_settings", "ivr-flows": "ivr_nodes"}
+    assert refused() == {name: words.format(table) for name, table in lacking.items()}
+    counts = {name: len(rows) for name, rows in tables(pi.db).items()}
+    assert (counts["announcements"], counts["ivr_flows"]) == (2, 0)
+    made = [name for name, done in role.steps().items() if done == "made"]
+    assert made == ["ivr_nodes", "system_settings"] and not refused()
+    assert len(tables(pi.db)["ivr_nodes"]) == 9
 
 
 @pytest.fixture
@@ -845,11 +862,10 @@ def test_names_of_any_characters_are_names_wherever_they_are_written(
 def test_a_name_that_a_terminal_would_obey_is_not_printed_as_it_is(
     db: Database, role: Role
 ) -> None:
-    db.execute('CREATE SCHEMA "a\x1b[2J\x9b31m\u202eb"; ALTER TABLE sync_outbox'
-               ' SET SCHEMA "a\x1b[2J\x9b31m\u202eb"')  # fmt: skip
+    name = '"a\x1b[2J\x9b31m\u202eb"'
+    db.execute(f"CREATE SCHEMA {name}; ALTER TABLE sync_outbox SET SCHEMA {name}")
     # Desk looks at every character.
-    printed = role.setup("--print-sql").stdout
-    assert '"a [2J 31m b".sync_outbox' in printed
+    assert '"a [2J 31m b".sync_outbox' in role.setup("--print-sql").stdout
 
 
 def test_a_line_of_doctor_s_runs_nothing_of_the_role_s_but_as_the_role(
@@ -995,32 +1011,30 @@ def test_a_transaction_of_the_role_s_that_keeps_setup_waiting_is_named_and_ended
 # -- whose outbox ---------------------------------------------------------------------------------
 
 
-def test_a_setting_of_something_else_is_not_taken_for_the_search_path(pi: Pi, role: Role) -> None:
+@pytest.mark.parametrize("schema", ["voice", "public"])
+def test_a_setting_of_something_else_is_not_taken_for_the_search_path(
+    pi: Pi, role: Role, schema: str
+) -> None:
     """Nor a temporary copy for the outbox."""
-    move_backend(pi.db, "voice")
     role.make()
+    if schema != "public":
+        move_backend(pi.db, schema)
     for setting in (
-        "IN DATABASE postgres SET search_path = voice",
-        f'IN DATABASE {pi.db.name} SET search_path = voice2, "a, voice, b"',
-        f"IN DATABASE {pi.db.name} SET application_name = 'search_path=voice'",
+        "SET search_path = archive",  # hides the outbox of public
+        f"IN DATABASE postgres SET search_path = {schema}",
+        f'IN DATABASE {pi.db.name} SET search_path = voice2, "a, {schema}, b"',
+        f"IN DATABASE {pi.db.name} SET application_name = 'search_path={schema}'",
     ):
         role.superuser(f'ALTER ROLE "{role.name}" {setting}')
     with pi.db.connect() as other:
-        other.execute("CREATE TEMP TABLE sync_outbox (LIKE voice.sync_outbox INCLUDING ALL)")
+        other.execute(f"CREATE TEMP TABLE sync_outbox (LIKE {schema}.sync_outbox INCLUDING ALL)")
         assert role.steps()["search_path"] == "made"
         role.all_is_there()
     index = "SELECT schemaname FROM pg_indexes WHERE indexname LIKE 'sync_outbox_serv%'"
-    assert pi.db.rows(index) == [("voice",)]
+    assert pi.db.rows(index) == [(schema,)]
     seq = pi.backend.enqueue()
     pi.once(DATABASE_URL=role.url)
     assert pi.frontend.seqs() == [seq]
-
-
-def test_a_setting_that_hides_the_outbox_of_public_is_mended(db: Database, role: Role) -> None:
-    role.make()
-    role.superuser(f'ALTER ROLE "{role.name}" SET search_path = archive')
-    assert role.steps()["search_path"] == "made"
-    role.all_is_there()
 
 
 @pytest.mark.parametrize("schema", ["voice", "public"])
