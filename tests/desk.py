@@ -30,6 +30,12 @@ from waiting import wait_until
 BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 CONTROL = {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))} - {"\n"}
 CONTROL |= {"\u2028", "\u2029", *BIDI}
+# What there is of a dead letter as JSON, here and by REST.
+MESSAGE = {
+    *("id", "original_topic", "error_message", "retry_count", "max_retries", "payload", "status"),
+    *("created_at", "updated_at", "last_retry_at", "outbox_id", "entity_id", "error_code"),
+    *("http_status", "attempts"),
+}
 # A time as people are told it, of another day with its date: in a sentence, and on the page.
 CLOCK = r"(\d\d \w+ )?\d\d:\d\d:\d\d"
 MOMENT = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d"

@@ -22,7 +22,6 @@ from frontend import Frontend
 from pg import Database
 from settings import AUDIO, Desired, Puller, tables
 
-
 # Few ids, names and numbers, so that sections repeat, contradict and point at each other.
 IDS = [f"00000000-0000-4000-8000-{n:012}" for n in range(4)]
 GOOD_AND_BAD: dict[str, tuple[list[Any], list[Any]]] = {
