@@ -367,43 +367,38 @@ def test_a_right_that_the_settings_lack_is_said_and_setup_grants_it(
     assert len(tables(pi.db)["ivr_nodes"]) == 9
 
 
-@pytest.fixture
-def encoded(db: Database, role: Role, request: pytest.FixtureRequest) -> Iterator[Database]:
-    """One with another encoding, which the role is meant for."""
-    name = f"{db.name}_encoded"
-    with db.cluster.admin() as admin:
-        how = f"ENCODING {request.param} LOCALE 'C' TEMPLATE template0 OWNER {OWNER}"
-        admin.execute(f"CREATE DATABASE {name} {how}")
-    made = Database(db.cluster, name)
-    role.url, role.admin_url = (url.replace(db.name, name) for url in (role.url, role.admin_url))
-    role.db = made
+@contextlib.contextmanager
+def encoded(role: Role, how: str) -> Iterator[Database]:
+    """The role is meant for a database of another encoding."""
+    name = f"{role.db.name}_encoded"
+    with role.db.cluster.admin() as admin:
+        how += f" LOCALE 'C' TEMPLATE template0 OWNER {OWNER}"
+        admin.execute(f"CREATE DATABASE {name} ENCODING {how}")
+    role.url, role.admin_url = (u.replace(role.db.name, name) for u in (role.url, role.admin_url))
+    role.db = made = Database(role.db.cluster, name)
     made.execute(SCHEMA.read_text())
     yield made
     made.drop()
 
 
-@pytest.mark.parametrize("encoded", ["SQL_ASCII"], indirect=True)
 def test_a_database_without_an_encoding_that_quotes_all_names_is_set_up_and_delivers(
-    desk: Desk, role: Role, encoded: Database
+    desk: Desk, role: Role
 ) -> None:
-    role.superuser(f'ALTER DATABASE "{encoded.name}" SET quote_all_identifiers = on')
-    assert set(role.steps().values()) == {"made", "there"}
-    role.all_is_there()
-    column = "entity_type, entity_id, payload"
-    encoded.execute(
-        f"INSERT INTO sync_outbox ({column}) VALUES ('schedule', gen_random_uuid(), '{{}}')"
-    )
-    desk("once", DATABASE_URL=role.url)
-    assert encoded.pending() == []
+    with encoded(role, "SQL_ASCII") as db:
+        role.superuser(f'ALTER DATABASE "{db.name}" SET quote_all_identifiers = on')
+        assert set(role.steps().values()) == {"made", "there"}
+        role.all_is_there()
+        columns, values = "entity_type, entity_id, payload", "'schedule', gen_random_uuid(), '{}'"
+        db.execute(f"INSERT INTO sync_outbox ({columns}) VALUES ({values})")
+        desk("once", DATABASE_URL=role.url)
+        assert db.pending() == []
 
 
-@pytest.mark.parametrize("encoded", ["LATIN1"], indirect=True)
-def test_a_database_of_another_encoding_is_left_alone_and_the_way_out_is_said(
-    role: Role, encoded: Database
-) -> None:
-    for more in ((), ("--print-sql",)):
-        refused = role.refused(*more)
-        one_sentence(refused, "its encoding is LATIN1, it must be UTF8", "pg_dump", "-E UTF8")
+def test_a_database_of_another_encoding_is_left_alone_and_the_way_out_is_said(role: Role) -> None:
+    with encoded(role, "LATIN1"):
+        for more in ((), ("--print-sql",)):
+            refused = role.refused(*more)
+            one_sentence(refused, "its encoding is LATIN1, it must be UTF8", "pg_dump", "-E UTF8")
 
 
 # -- who acts -------------------------------------------------------------------------------------
@@ -436,10 +431,10 @@ class Box:
         self.directory.chmod(0o755)
         self.db = Database(peers)
         self.backend = Backend(self.db, self.directory / "backend")
-        os.chown(self.backend.recordings_dir, self.user.pw_uid, self.user.pw_gid)
         self.runtime_dir = self.directory / "run"
         self.runtime_dir.mkdir()
-        os.chown(self.runtime_dir, self.user.pw_uid, self.user.pw_gid)
+        for directory in (self.runtime_dir, self.backend.recordings_dir):
+            os.chown(directory, self.user.pw_uid, self.user.pw_gid)
         url = f"postgresql:///{self.db.name}?host={peers.directory}&port={peers.port}"
         settings = agent_env(self.db, frontend, self.backend, DATABASE_URL=url)
         self.env_file = write_env_file(self.directory / "serversync.env", settings)
@@ -447,13 +442,9 @@ class Box:
 
     def pretend_service(self) -> None:
         """A process of the service's user, as its state file would name it."""
-        self._service = subprocess.Popen([*STRANGER, "sleep", "600"])
-        wait_until(
-            lambda: (
-                os.stat(f"/proc/{self._service and self._service.pid}").st_uid == self.user.pw_uid
-            ),
-            what="the other user's process",
-        )
+        self._service = self._service or subprocess.Popen([*STRANGER, "sleep", "600"])
+        own = Path(f"/proc/{self._service.pid}")
+        wait_until(lambda: own.stat().st_uid == self.user.pw_uid, what="the other user's process")
         self.pretend_agent(self._service.pid)
 
     def pretend_agent(self, pid: int) -> None:
@@ -504,24 +495,31 @@ def test_setup_typed_by_root_is_the_superuser_for_the_database_and_the_service_f
     box.pretend_service()
     done = steps(box("setup").stdout)
     assert done["role"] == "made" and done["marker"] == "made"
-    marker = box.backend.recordings_dir / serversync.MARKER
-    assert marker.stat().st_uid == box.user.pw_uid
     assert box.db.value("SELECT count(*) FROM pg_roles WHERE rolname = %s", (OTHER_USER,)) == 1
     assert set(steps(box("setup").stdout).values()) == {"there"}
 
     # Commands that root types are the service's user: root has no role there.
     assert box("enqueue", "schedule", str(uuid.uuid4())).stdout == "1\n"
-    assert box("once").returncode == 0
-    assert len(frontend.entries) == 1
+    with Agent({}, args=box.command("run"), runtime_dir=box.runtime_dir) as running:
+        frontend.wait(lambda: frontend.seqs() == [1], 60, "the entry")
+        running.wait_sentence("all delivered", 60)
+        status = Path(f"/proc/{running.pid}/status").read_text()
+        mine = {*re.findall(r"^[UG]id:\t(.*)$", status, re.MULTILINE)}
+        assert mine == {"\t".join(4 * [str(box.user.pw_uid)])}
+        assert f"(pid {running.pid})" in box("status").stdout
+    box.pretend_service()
+    box("once")
     assert box("replay", "--seq", "1").stdout.split()[:2] == ["1", "to"]
-    for command in (["dlq", "list"], ["dlq", "retry-all"], ["prune"], ["metrics"], ["status"]):
+    for command in (["dlq", "list"], ["prune"], ["metrics"]):
         box(*command)
-    (letter,) = bury(by_superuser(box.db), [{"n": 1}])
-    box("dlq", "retry", letter)
     # What it makes for itself is the service's, too.
-    assert {path.stat().st_uid for path in box.backend.recordings_dir.rglob("*")} == {
-        box.user.pw_uid
-    }
+    made = {path.name: path.stat().st_uid for path in box.backend.recordings_dir.rglob("*")}
+    assert serversync.MARKER in made and {*made.values()} == {box.user.pw_uid}
+    # By sudo, and with nobody to become.
+    for typed in (["run"], ["once"], ["settings", "pull"], ["admin", "--listen", a_place()]):
+        refused = run_once({"SUDO_UID": "1000"}, 60, box.command(*typed))
+        assert refused.returncode == 78
+        one_sentence(refused, f"{typed[0]} does not stay root")
 
 
 @needs_root
@@ -543,34 +541,6 @@ def test_a_state_file_that_names_somebody_else_s_process_does_not_say_who_root_b
         box.state_of(owner)
         refused = box("dlq", "list", prefix=installed, code=69)
         assert f'"{name}"' in refused.stderr
-
-
-@needs_root
-def test_what_root_types_is_the_service_s_user_s_or_does_not_run(
-    box: Box, frontend: Frontend
-) -> None:
-    box.pretend_service()
-    box("setup")
-    running = Agent({}, args=box.command("run"), runtime_dir=box.runtime_dir)
-    try:
-        running.wait_sentence("all delivered", 60)
-        status = Path(f"/proc/{running.pid}/status").read_text()
-        mine = {*re.findall(r"^[UG]id:\t(.*)$", status, re.MULTILINE)}
-        assert mine == {"\t".join(4 * [str(box.user.pw_uid)])}
-        assert f"(pid {running.pid})" in box("status").stdout
-        call = box.backend.end_call()
-        frontend.wait(lambda: frontend.playable(call.recording_id), what="the recording")
-        wait_until(lambda: not call.directory.exists() or running.lines("cannot"), what="the end")
-        seq = int(box("enqueue", "schedule", str(uuid.uuid4())).stdout)
-        frontend.wait(lambda: seq in frontend.seqs(), what="the entry")
-    finally:
-        running.close()
-
-    # By sudo, and with nobody to become.
-    for command in (["run"], ["once"], ["settings", "pull"], ["admin", "--listen", a_place()]):
-        refused = run_once({"SUDO_UID": "1000"}, 60, box.command(*command))
-        assert refused.returncode == 78
-        one_sentence(refused, f"{command[0]} does not stay root")
 
 
 @needs_root
