@@ -346,13 +346,6 @@ def test_the_list_shows_each_open_letter_once_on_its_pages_newest_first(
     assert typist("dlq", "list").stdout == "no dead letters\n"
     ids = bury(db, [{"n": n} for n in range(5)]) + bury(db, [{"n": 5}], "call_log")
     ids.reverse()
-    pages = [typist.json("dlq", "list", "--page", str(n), "--page-size", "4") for n in (1, 2)]
-    assert [each["id"] for page in pages for each in page["messages"]] == ids
-    assert [page["pagination"] for page in pages] == [
-        {"total_count": 6, "page": 1, "page_size": 4, "has_next": True},
-        {"total_count": 6, "page": 2, "page_size": 4, "has_next": False},
-    ]
-    assert pages[0]["messages"][0]["payload"] == {"n": 5}
     shown = typist("dlq", "list").stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["ID", *(each[:8] for each in ids)]
     assert [line.split()[1:6] for line in shown[1:3]] == [
@@ -370,9 +363,11 @@ def test_the_list_shows_each_open_letter_once_on_its_pages_newest_first(
 
     db.execute("UPDATE serversync.dead_letters SET status = 'RESOLVED' WHERE id = %s", (ids[0],))
     for options, listed in (((), ids[1:]), (("--all",), ids)):
-        page = typist.json("dlq", "list", *options)
-        assert [each["id"] for each in page["messages"]] == listed
-        assert page["pagination"]["total_count"] == len(listed)
+        page = typist.json("dlq", "list", *options, "--page-size", "5")
+        assert [each["id"] for each in page["messages"]] == listed[:5]
+        assert page["pagination"] == {
+            "total_count": len(listed), "page": 1, "page_size": 5, "has_next": listed == ids
+        }  # fmt: skip
     assert ids[0][:8] not in typist("dlq", "list").stdout
 
 
@@ -451,12 +446,6 @@ def test_an_id_that_is_none_is_told_from_one_that_is_not_there(
         assert state_of(db, good) == ("PENDING", 0)
 
 
-def test_nonsense_is_a_matter_of_usage(typist: Typist) -> None:
-    many = "--page 99999999999999999999"
-    for line in ("list --page 0", "list --page-size 1001", f"list {many}", "retry", ""):
-        assert "usage:" in typist("dlq", *line.split(), code=2).stderr, line
-
-
 # -- payloads of all kinds ------------------------------------------------------------------------
 
 
@@ -507,8 +496,8 @@ def test_a_large_payload_is_not_shown_whole(typist: Typist, schema: None, db: Da
 def test_nesting_of_any_depth_and_numbers_of_any_length_are_shown_somehow(
     typist: Typist, schema: None, db: Database
 ) -> None:
-    lists = [f"{'[' * depth}{depth}{']' * depth}" for depth in range(100, 1100, 9)]
-    objects = ['{"a":' * depth + str(depth) + "}" * depth for depth in range(100, 500, 9)]
+    lists = [f"{'[' * depth}{depth}{']' * depth}" for depth in range(100, 1100, 45)]
+    objects = ['{"a":' * depth + str(depth) + "}" * depth for depth in range(100, 500, 45)]
     deepest = ['{"a":[' * 2_500 + "1" + "]}" * 2_500, "[" * 5_000 + "]" * 5_000]
     ids = bury(db, [*lists, *objects, *deepest])
     for letter in (*ids[-2:], ids[len(lists) - 1]):

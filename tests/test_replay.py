@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent import AgentFactory, run_once
+from agent import AgentFactory
 from backend import Backend, Call
 from desk import Desk, Typist, bury, give_up
 from frontend import Request
@@ -79,8 +79,12 @@ def test_a_range_that_is_none_is_a_matter_of_usage(typist: Typist) -> None:
     wrong = [["--yes"], ["--seq", "1" * 30], ["--since", "2026-02-30"], ["--until", ""], days]
     wrong += [["--type", ""], ["--call", ""]]
     wrong += [["--seq", seq] for seq in ("x", "1-2-3", "-", "5-2")]
+    wrong = [["replay", *args] for args in wrong]
+    wrong += [["dlq", "list", "--page", n] for n in ("0", "9" * 20)]
+    wrong += [["dlq", "list", "--page-size", "1001"], ["dlq", "retry"], ["dlq"]]
+    wrong += [["prune", f"--days={n}", "--yes"] for n in ("x", "-1", "0", "", "1e3", "99999999")]
     for args in wrong:
-        refused = typist("replay", *args, code=2)
+        refused = typist(*args, code=2)
         assert "serversync" in refused.stderr and not refused.stdout, args
 
 
@@ -245,8 +249,6 @@ def test_letters_that_were_resolved_long_ago_are_pruned_and_no_others(
 def test_a_configuration_that_keeps_for_ever_wants_the_number_of_days(
     pi: Pi, typist: Typist
 ) -> None:
-    for days in ("x", "-1", "0", "", "1e3", "99999999"):
-        assert "--days" in typist("prune", f"--days={days}", "--yes", code=2).stderr
     seq = pi.backend.enqueue()
     pi.once()
     let_days_pass(pi.db, 3, seq)
@@ -280,35 +282,15 @@ def test_an_entry_typed_by_hand_is_sent_at_once(pi: Pi, typist: Typist) -> None:
     assert json.loads(said.stdout) == {"seq": seq + 1}
 
 
-def test_the_same_key_ten_times_is_one_entry_and_something_else_is_refused(
-    agent: AgentFactory, typist: Typist, schema: None, db: Database
+def test_a_key_that_comes_again_is_one_entry_and_with_something_else_it_is_refused(
+    typist: Typist, schema: None, db: Database
 ) -> None:
-    key = ["--idempotency-key", "order 1 ä"]
-    texts = ['{"a": 1, "b": [2]}', ' {"b":[2],"a":1}\n']
-    with ThreadPoolExecutor(4) as people:
-        line = ("enqueue", "schedule", ENTITY, *key)
-        ends = [
-            people.submit(run_once, agent.env(), args=line, stdin=texts[n % 2]) for n in range(4)
-        ]
-        assert {end.result().stdout for end in ends} == {"1\n"}
-
-    def typed(*args: str, payload: str = texts[0], code: int = 0) -> str:
-        done = typist("enqueue", *args, stdin=payload.encode(), code=code)
-        return done.stdout + done.stderr
-
-    assert {typed("schedule", ENTITY, *key, payload=texts[n % 2]) for n in range(6)} == {"1\n"}
+    line = ("enqueue", "schedule", ENTITY, "--idempotency-key", "order 1 ä")
+    for payload in ('{"a": 1, "b": [2]}', ' {"b":[2],"a":1}\n'):
+        assert typist(*line, stdin=payload.encode()).stdout == "1\n"
+    refused = typist(*line, stdin=b'{"a": 2}', code=1).stderr
+    assert "order 1 ä" in refused and "another payload" in refused
     assert db.pending() == [1]
-    for args, payload in (
-        (["schedule", ENTITY], '{"a": 2}'),
-        (["call_log", ENTITY], texts[0]),
-        (["schedule", str(uuid.uuid4())], texts[0]),
-    ):
-        refused = typed(*args, *key, payload=payload, code=1)
-        assert "order 1 ä" in refused and "another payload" in refused
-    assert db.pending() == [1]
-    typed("schedule", ENTITY, "--idempotency-key", "order 2")
-    typed("schedule", ENTITY)
-    assert len(db.pending()) == 3
 
 
 NO_JSON = [

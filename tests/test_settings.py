@@ -635,23 +635,14 @@ def test_a_first_pull_is_compared_with_what_is_in_the_tables(office: Office) -> 
 
 # -- faults ---------------------------------------------------------------------------------------
 
-OK: Json = {"ok": True}
-HALF = Reply(200, {}, example().answers["ivr-flows"], half=True)
 FAULTS: dict[str, Reply | Json | bytes] = {
-    "HTML": Reply(200, {}, "<html>log in</html>"),
-    "ok: false": {"ok": False, "flows": []},
     "ok: 1": {"ok": 1, "flows": []},
-    "no list": OK,
-    "a list of another kind": OK | {"flows": {}},
+    "a list of another kind": {"ok": True, "flows": {}},
     "no object": b"[]",
     "not JSON": b'{"ok": true, "flows": [NaN]}',
     "too deep": b'{"ok": true, "flows": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "empty": b"",
     "500": Reply(500, {}, {"error": "x"}),
-    "redirect": Reply(302, {"Location": "/login"}),
-    "304 without a question": Reply(304),
-    "cut": HALF,
-    "reset": Reply(reset=True),
+    "cut": Reply(200, {}, example().answers["ivr-flows"], half=True),
     "timeout": Reply(stall=30),
     "too long": b'{"ok": true, "flows": []' + b" " * serversync.SETTINGS_MAX + b"}",
 }
