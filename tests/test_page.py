@@ -180,7 +180,7 @@ def details(page: Page, tile: str) -> dict[str, str]:
 
 
 def test_a_running_agent_is_shown_with_all_that_it_did(
-    page: Page, backend: Backend, frontend: Frontend
+    page: Page, backend: Backend, frontend: Frontend, db: Database
 ) -> None:
     assert page.js("document.title") == f"{NAME}: all well"
     assert "✓" in icon(page)
@@ -215,6 +215,15 @@ def test_a_running_agent_is_shown_with_all_that_it_did(
     page.open(page.js("location.href"))
     page.wait_text("all well", "#state")
     assert details(page, "Delivered")["Last"] in page.text("#sentence")
+    # The last day is drawn, and told in words.
+    db.execute("UPDATE serversync.deliveries SET started_at = started_at - interval '5 hours'")
+    page.open(page.js("location.href"))
+    page.wait_text("4 in the last 24 hours", "#day")
+    labels = page.js("[...document.querySelectorAll('svg')].map((n) => n.ariaLabel)")
+    assert labels[0].startswith("Delivered per 15 min: 4 in the last 24 hours, at most ")
+    assert re.fullmatch(r"Waiting: at most \d+", labels[1])
+    assert page.js("document.querySelectorAll('.entries').length") >= 1
+    assert len(re.findall(r"\b\d\d:(?:00|15|30|45)\b", page.text("#day"))) == 5
 
 
 def test_beside_a_waiting_entry_that_failed_stands_nothing_green(
@@ -251,22 +260,6 @@ def test_settings_have_a_card_with_what_came_and_what_is_held_back(
     wait_state(page, "needs you")  # never "all well" beside it
     text = "settings: call-actions held back: 0 rules came, 4 rules are there"
     assert text in page.text("#sentence")
-
-
-def test_the_last_day_is_drawn_and_told_in_words(
-    tab: Page, running: Agent, desk: Desk, db: Database, backend: Backend, frontend: Frontend
-) -> None:
-    backend.enqueue_many(30)
-    frontend.wait(lambda: len(frontend.entries) == 30)
-    wait_until(lambda: not db.pending(), what="the receipt", state=running.log)
-    db.execute("UPDATE serversync.deliveries SET started_at = started_at - interval '5 hours'")
-    tab.open(desk(running)[1])
-    tab.wait_text("Delivered per 15 min", "#day")
-    labels = tab.js("[...document.querySelectorAll('svg')].map((n) => n.ariaLabel)")
-    assert labels[0].startswith("Delivered per 15 min: 30 in the last 24 hours, at most ")
-    assert re.fullmatch(r"Waiting: at most \d+", labels[1])
-    assert tab.js("document.querySelectorAll('.entries').length") >= 1
-    assert len(re.findall(r"\b\d\d:(?:00|15|30|45)\b", tab.text("#day"))) == 5
 
 
 def test_it_fits_every_screen_and_can_be_read_by_eyes_and_by_screen_readers(

@@ -131,11 +131,9 @@ def bad_answers(sound: bytes) -> dict[str, tuple[Reply | bytes, str]]:
         "not there yet": (Reply(404), "does not have it yet: HTTP 404"),
         "an error page with 200": (Reply(200, {}, "<html>RIFF WAVE</html>"), "no WAV file"),
         "another RIFF": (sound[:8] + b"AVI " + sound[12:], "no WAV file"),
-        "empty": (b"", "no WAV file"),
         "shorter than its header says": (cut, "cut"),
         "shorter than announced": (Reply(200, {}, sound, half=True), "closed the connection"),
         "a server's error": (Reply(500), "the frontend has trouble"),
-        "no answer": (Reply(stall=30), "did not answer in time"),
         "too large": (sound + bytes(serversync.AUDIO_MAX), "longer than 10240 KiB"),
     }
 

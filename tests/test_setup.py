@@ -68,13 +68,6 @@ def desk(typist: Typist) -> Desk:
     return typist
 
 
-def by_superuser(db: Database) -> Database:
-    """The same database for somebody who may look into a schema of another role."""
-    own = Database(db.cluster, db.name)
-    own.url = db.cluster.url(db.name, user="postgres")
-    return own
-
-
 class Role:
     """A role of this test's own that may not be there yet, and how one comes in as it."""
 
@@ -233,7 +226,8 @@ def test_people_s_commands_work_with_the_role_that_setup_made(
         "UPDATE serversync.deliveries SET started_at = now() - interval '40 days'",
     )
     assert desk("prune", "--yes", **url).stdout == "deleted 1 row, 2 receipts, 0 letters\n"
-    own = by_superuser(pi.db)
+    own = Database(pi.db.cluster, pi.db.name)  # for one who may look into another role's schema
+    own.url = role.admin_url
     (letter,) = bury(own, [{"n": 1}])
     own.execute("DELETE FROM sync_outbox")
     desk("dlq", "retry", letter, **url)
@@ -458,14 +452,11 @@ class Box:
     def __call__(
         self, *args: str, code: int = 0, prefix: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
-        done = run_once(self.environ, 120, self.command(*args), stdin="{}", prefix=prefix)
+        environ = {"RUNTIME_DIRECTORY": str(self.runtime_dir)}
+        done = run_once(environ, 120, self.command(*args), stdin="{}", prefix=prefix)
         assert_plain(done.stdout + done.stderr)
         assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
         return done
-
-    @property
-    def environ(self) -> dict[str, str]:
-        return {"RUNTIME_DIRECTORY": str(self.runtime_dir)}
 
     def command(self, *args: str) -> list[str]:
         """The usual env file lies in a directory that is closed to others."""
