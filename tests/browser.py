@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from waiting import wait_until
 
@@ -50,12 +50,6 @@ class Page:
         browser.pages[session] = self
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def call(self, method: str, **params: Any) -> Json:
         return self._browser.call(method, self._session, **params)
@@ -115,13 +109,8 @@ class Page:
         self, width: int, height: int = 900, *, dark: bool = False, phone: bool = False
     ) -> None:
         """The size of the window, the colours that a person prefers."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=phone,
-        )
+        size: Json = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -132,7 +121,9 @@ class Page:
 
     def look(self, png: bytes) -> tuple[int, float]:
         """How many colours a picture has, and how bright it is (0 to 255)."""
-        with self._browser.page() as blank:  # the page's own policy forbids pictures to it
+        with contextlib.closing(
+            self._browser.page()
+        ) as blank:  # the page's own policy forbids pictures to it
             data = base64.b64encode(png).decode()
             seen = blank.js(
                 f"""(async () => {{ const image = new Image();
@@ -155,15 +146,9 @@ class Page:
                 const box = node.getBoundingClientRect();
                 return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
         )
+        where = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=box[0],
-                y=box[1],
-                button="left",
-                clickCount=1,
-            )
+            self.call("Input.dispatchMouseEvent", type=kind, **where)
 
     def press(self, key: str) -> None:
         code, text = KEYS[key]
@@ -231,12 +216,6 @@ class Browser:
         for end in ends:
             os.close(end)
         return high[0], high[1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read(self) -> None:
         rest = b""

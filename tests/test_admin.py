@@ -684,25 +684,6 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.usefixtures("many_files")
-def test_thousand_parallel_requests_are_all_answered_by_a_few_threads(
-    agent: AgentFactory, schema: None
-) -> None:
-    process, web = start_admin(agent)
-    assert web.ask("/api/v1/dlq").status == 200
-    before = process.rss_peak_kib()
-    with contextlib.ExitStack() as stack:
-        asked = [stack.enter_context(web.connect()) for _ in range(1000)]
-        for number, connection in enumerate(asked):
-            connection.sendall(HEAD + b"\r\n" if number % 10 else DLQ)
-        assert [read_answer(connection).status for connection in asked] == [200] * 1000
-    threads = Path(f"/proc/{process.pid}/task")
-    # The last requests' timers (see Desk) end a moment after their answers.
-    wait_until(lambda: len(list(threads.iterdir())) <= 5, what="the main thread and four workers")
-    assert process.rss_peak_kib() - before < 16 * 1024
-    wait_until(lambda: sockets_of(process) < 10, what="the end of the connections")
-
-
 def test_slow_requests_end_in_time_and_the_agent_does_not_notice(pi: Pi, hurry: Hurry) -> None:
     hurry(REQUEST_SEC=1)
     pi.idle()
@@ -778,9 +759,12 @@ def test_hundreds_that_read_no_page_take_the_memory_of_a_few_and_hold_up_nobody(
 
 @pytest.mark.usefixtures("many_files")
 def test_of_more_connections_than_there_is_room_for_the_oldest_goes_that_has_not_asked(
-    agent: AgentFactory,
+    agent: AgentFactory, schema: None
 ) -> None:
+    """And a thousand that ask at once are all answered, by a few threads."""
     process, web = start_admin(agent)
+    assert web.ask("/api/v1/dlq").status == 200
+    before = process.rss_peak_kib()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(web.connect()) for _ in range(600)]
         assert web.ask("/healthz").status == 200
@@ -791,6 +775,16 @@ def test_of_more_connections_than_there_is_room_for_the_oldest_goes_that_has_not
             silent[300].recv(1)
         silent[-1].sendall(HEAD + b"\r\n")
         assert read_answer(silent[-1]).status == 200
+    with contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(web.connect()) for _ in range(1000)]
+        for number, connection in enumerate(asked):
+            connection.sendall(HEAD + b"\r\n" if number % 10 else DLQ)
+        assert [read_answer(connection).status for connection in asked] == [200] * 1000
+    threads = Path(f"/proc/{process.pid}/task")
+    # The last requests' timers (see Desk) end a moment after their answers.
+    wait_until(lambda: len(list(threads.iterdir())) <= 5, what="the main thread and four workers")
+    assert process.rss_peak_kib() - before < 16 * 1024
+    wait_until(lambda: sockets_of(process) < 10, what="the end of the connections")
     unharmed(process, web)
 
 

@@ -5,6 +5,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -64,13 +65,13 @@ Refuse = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as running:
+    with closing(Browser()) as running:
         yield running
 
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Page]:
-    with browser.page() as page:
+    with closing(browser.page()) as page:
         page.screen(1280)
         yield page
 
@@ -307,8 +308,8 @@ def test_it_fits_every_screen_and_can_be_read_by_eyes_and_by_screen_readers(
     assert page.js("document.documentElement.lang") == "en"
 
 
-def test_a_retry_by_click_leads_to_the_delivery_or_says_that_it_failed_again(
-    page: Page, refuse: Refuse, db: Database, frontend: Frontend
+def test_a_retry_by_click_leads_to_the_delivery_or_says_why_not(
+    page: Page, refuse: Refuse, db: Database, backend: Backend, frontend: Frontend
 ) -> None:
     seq, entity = refuse()
     assert "BAD_REQUEST" in page.text("#list")
@@ -326,6 +327,24 @@ def test_a_retry_by_click_leads_to_the_delivery_or_says_that_it_failed_again(
     assert page.js("document.querySelector('#said').getAttribute('aria-live')") == "polite"
     asked = [request for request in page.requests() if request["method"] == "POST"]
     assert [each["headers"]["X-Requested-With"] for each in asked] == ["serversync"] * 2
+
+    # What was overtaken is refused in words; what somebody else deletes only goes.
+    seq, entity = refuse()
+    frontend.poison.clear()
+    newer = backend.enqueue(entity_id=entity)
+    frontend.wait(lambda: frontend.received(entity))
+    page.click("[data-do=retry]")
+    page.wait_text("Not done", "#said")
+    assert f"seq {newer}" in page.text("#said")
+    assert dead_letters(db)[seq]["status"] == "PENDING"
+    page.press("Escape")
+    db.execute("DELETE FROM serversync.dead_letters")
+    refresh(page)
+    wait_empty(page)
+    assert page.text("#lost") == page.text("#said") == ""
+    # Chromium reports the 409 itself, and the 404 of a look at the letter; there is nothing else.
+    assert all(re.search("409|404", complaint) for complaint in page.complaints)
+    page.events.clear()
 
 
 def test_the_keyboard_alone_retries_and_deletes_after_a_question(
@@ -489,27 +508,6 @@ def test_without_the_admin_process_the_last_data_stay_marked_as_old(
     wait_until(lambda: tab.text("#lost") == "", what="the news")
     wait_until(lambda: "old" not in tab.js("document.body.className"), what="all to be new")
     tab.events.clear()  # what was refused meanwhile
-
-
-def test_a_letter_that_was_overtaken_is_refused_in_words_and_a_deleted_one_only_goes(
-    page: Page, refuse: Refuse, db: Database, backend: Backend, frontend: Frontend
-) -> None:
-    seq, entity = refuse()
-    frontend.poison.clear()
-    newer = backend.enqueue(entity_id=entity)
-    frontend.wait(lambda: frontend.received(entity))
-    page.click("[data-do=retry]")
-    page.wait_text("Not done", "#said")
-    assert f"seq {newer}" in page.text("#said")
-    assert dead_letters(db)[seq]["status"] == "PENDING"
-    page.press("Escape")
-    db.execute("DELETE FROM serversync.dead_letters")  # by somebody else
-    refresh(page)
-    wait_empty(page)
-    assert page.text("#lost") == page.text("#said") == ""
-    # Chromium reports the 409 itself, and the 404 of a look at the letter; there is nothing else.
-    assert all(re.search("409|404", complaint) for complaint in page.complaints)
-    page.events.clear()
 
 
 def test_only_the_newest_open_letters_are_listed_and_a_topic_is_retried_as_a_whole(

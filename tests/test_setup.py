@@ -714,18 +714,6 @@ def test_an_installation_whose_role_owns_what_others_run_is_told_and_mended(
     role.all_is_there()
 
 
-def test_a_routine_of_the_role_s_does_not_keep_the_mend_away(
-    role: Role, attacker: Attacker
-) -> None:
-    attacker.owns_the_trigger_s_function()
-    attacker.runs(
-        "ALTER FUNCTION serversync.wake() RENAME TO evil",
-        "CREATE PROCEDURE serversync.wake() LANGUAGE sql AS 'SELECT 1'",
-    )
-    assert role.steps()["NOTIFY trigger"] == "made"
-    attacker.gets_nothing_from_others()
-
-
 def test_a_disabled_trigger_is_left_alone_only_where_its_function_is_the_owner_s(
     role: Role, attacker: Attacker, db: Database
 ) -> None:
@@ -733,10 +721,15 @@ def test_a_disabled_trigger_is_left_alone_only_where_its_function_is_the_owner_s
     state = "SELECT tgfoid::regproc::text, tgenabled FROM pg_trigger WHERE tgname ~ 'serversync'"
     for made, after in (("there", "D"), ("made", "O")):
         db.execute("ALTER TABLE sync_outbox DISABLE TRIGGER serversync_wake")
-        done = role.steps()
-        assert done["NOTIFY trigger"] == made
+        assert role.steps()["NOTIFY trigger"] == made
         assert db.rows(state) == [("serversync_wake", after)]
         attacker.owns_the_trigger_s_function()
+    attacker.runs(  # nor does a routine keep the mend away
+        "ALTER FUNCTION serversync.wake() RENAME TO evil",
+        "CREATE PROCEDURE serversync.wake() LANGUAGE sql AS 'SELECT 1'",
+    )
+    assert role.steps()["NOTIFY trigger"] == "made"
+    attacker.gets_nothing_from_others()
 
 
 def test_the_name_of_the_outbox_s_schema_is_no_command(role: Role, db: Database) -> None:
