@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ import psycopg
 
 import serversync
 from agent import agent_env
-from backend import Backend
 from desk import Desk
 from frontend import Frontend, Json, Request
 from pg import Database
@@ -183,37 +182,31 @@ class _Unhurried(serversync.Process):
 class Puller:
     """Pulls as the command does, by real HTTP into a real database, but within the test."""
 
-    def __init__(self, db: Database, frontend: Frontend, backend: Backend) -> None:
-        self.db, self._frontend, self._backend = db, frontend, backend
+    def __init__(self, pi: Pi) -> None:
+        self.db, self.frontend, self._backend = pi.db, pi.frontend, pi.backend
         self.process = _Unhurried({})
-        make_schema(db)
-
-    def config(self, **settings: Any) -> serversync.Config:
-        env = agent_env(self.db, self._frontend, self._backend, **settings)
-        return serversync.load_config(env)
+        make_schema(pi.db)
 
     @contextmanager
     def _tools(
-        self, config: serversync.Config
-    ) -> Iterator[tuple[serversync.Frontend, serversync.Console]]:
+        self, **settings: Any
+    ) -> Iterator[tuple[serversync.Config, serversync.Frontend, serversync.Console]]:
+        env = agent_env(self.db, self.frontend, self._backend, **settings)
+        config = serversync.load_config(env)
         source = serversync.Frontend(config, self.process)
-        try:
-            with serversync.Console(config, "tests") as desk:
-                yield source, desk
-        finally:
-            source.settings.close()
+        with closing(source.settings), serversync.Console(config, "tests") as desk:
+            yield config, source, desk
 
     def __call__(self, **settings: Any) -> dict[str, serversync.Section]:
         """One pull that compares everything; what became of each section."""
-        config = self.config(**settings)
-        with self._tools(config) as (source, store):
-            pulled = serversync.pull_now(config, source, store, True, self.process)
+        with self._tools(**settings) as tools:
+            pulled = serversync.pull_now(*tools, True, self.process)
         return {section.name: section for section in pulled}
 
     def audio(self, between: Callable[[], object] = lambda: None, **settings: Any) -> list[str]:
         """All audio that is due, a try each; what went wrong."""
-        config, troubles = self.config(**settings), []
-        with self._tools(config) as (source, store):
+        troubles = []
+        with self._tools(**settings) as (config, source, store):
             audio = serversync.Audio(source, store, config.announcement_audio_dir)
             while (file := audio.next()) is not None and file.wait <= 0:
 
@@ -233,8 +226,8 @@ class Office(Puller):
     """Pulls for an office: what its people want is in the tables already."""
 
     def __init__(self, pi: Pi, wanted: Desired | None = None) -> None:
-        super().__init__(pi.db, pi.frontend, pi.backend)
-        self.frontend, self.desk, self.wanted = pi.frontend, Desk(pi.agent), wanted or example()
+        super().__init__(pi)
+        self.desk, self.wanted = Desk(pi.agent), wanted or example()
         self.apply()
 
     def apply(self) -> dict[str, serversync.Section]:

@@ -422,7 +422,7 @@ LOCAL = """
 def test_numbers_that_did_not_come_from_the_frontend_stay_or_go(pi: Pi, mode: str) -> None:
     pi.db.execute(LOCAL)
     example().serve(pi.frontend)
-    Puller(pi.db, pi.frontend, pi.backend)(SYNC_LOCAL_NUMBERS=mode)
+    Puller(pi)(SYNC_LOCAL_NUMBERS=mode)
     live = "SELECT phone_number, name FROM registered_numbers WHERE deleted_at IS NULL ORDER BY 1"
     kept = [("+81399999999", "mine")] if mode == "keep" else []
     assert pi.db.rows(live) == [("+81312345678", "both"), *kept, ("+819012345678", None)]

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import serversync
-from backend import Backend
 from chance import examples
-from frontend import Frontend
 from pg import Database
+from pi import Pi
 from settings import AUDIO, Desired, Puller, tables
 
 # Few ids, names and numbers, so that sections repeat, contradict and point at each other.
@@ -316,8 +315,8 @@ def check(db: Database, model: Model) -> None:
 
 
 @pytest.fixture
-def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
-    return Puller(db, frontend, backend)
+def pull(pi: Pi) -> Puller:
+    return Puller(pi)
 
 
 @settings(
@@ -326,13 +325,14 @@ def pull(db: Database, frontend: Frontend, backend: Backend) -> Puller:
 )
 @given(story=st.lists(snapshots, min_size=2, max_size=4))
 def test_any_sequence_of_snapshots_ends_in_the_tables_of_the_last_one(
-    pull: Puller, frontend: Frontend, db: Database, story: list[Desired]
+    pull: Puller, story: list[Desired]
 ) -> None:
+    db = pull.db
     db.execute("TRUNCATE registered_numbers, call_action_rules, announcements, ivr_flows CASCADE")
     db.execute("UPDATE serversync.settings SET counts = '{}', held = '{}'")
     model = Model()
     for snapshot in story:
-        snapshot.serve(frontend)
+        snapshot.serve(pull.frontend)
         for outcome in pull().values():
             assert not outcome.error
         # What is much smaller than before is held: that has its own tests.
