@@ -541,10 +541,9 @@ def test_a_terminal_that_lacks_letters_gets_them_escaped(
     assert desk.json("dlq", "show", letter, **poor)["payload"] == {"name": text}
     (listed,) = desk.json("dlq", "list", **poor)["messages"]
     assert listed["original_topic"] == listed["error_message"] == text
-    for line in (["dlq", "list"], ["dlq", "show", letter], ["dlq", "retry", letter], ["--help"]):
-        desk(*line, **poor)
+    desk("--help", **poor)
+    desk("dlq", "retry", letter, **poor)
     assert "\\u65e5" in desk("status", code=69, **poor).stdout
-    desk("doctor", code=1, **poor)
     assert "no dead letter" in desk("dlq", "show", NOBODY, code=1, **poor).stderr
 
 
