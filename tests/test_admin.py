@@ -36,7 +36,6 @@ WAITING = (
     " AND wait_event_type = 'Lock' AND query LIKE '%dead_letters%'"
 )
 USE_UP = "UPDATE serversync.dead_letters SET status = 'DEAD', retry_count = 3 WHERE id = %s"
-REJECTED = Reply(400, body={"error": "this is not wanted"})
 TOKEN = "a-long-token-of-the-administrators"
 Hurry = Callable[..., None]
 READS = ("/", "/healthz", "/readyz", "/metrics", "/api/v1/status", "/api/v1/history", "/api/v1/dlq")
@@ -113,26 +112,15 @@ def sockets_of(process: Agent) -> int:
     return count
 
 
-def bury(pi: Pi, *payloads: dict[str, Any]) -> list[str]:
-    """Entries that the frontend rejects; the ids of their dead letters, in order."""
-    entities = [str(uuid.uuid4()) for _ in payloads]
-    for entity, payload in zip(entities, payloads, strict=True):
-        pi.frontend.poison[entity] = REJECTED
-        pi.backend.enqueue("schedule", payload, entity)
-    pi.once(code=1)
-    rows = pi.db.rows("SELECT entity_id::text, id::text FROM serversync.dead_letters")
-    return [dict(rows)[entity] for entity in entities]
-
-
 # -- what there is to see --------------------------------------------------------------------------
 
 
-def test_every_read_answers_with_what_the_agent_has_left(pi: Pi) -> None:
+def test_every_read_answers_with_what_the_agent_has_left(pi: Pi, schema: None) -> None:
     payload = {"id": "x", "title": f"\x1b[2J\x9b31m{desk.BIDI}\u2028日本"}
-    (name,) = bury(pi, payload)
+    (name,) = desk.bury(pi.db, [payload])
     pi.backend.enqueue()
     running = pi.agent()
-    pi.frontend.wait(lambda: len(pi.frontend.store) == 1, what="the other one")
+    pi.wait_delivered()
     _, web = start_admin(pi.agent, runtime_dir=running.runtime_dir)
 
     page = web.ask("/")
@@ -249,8 +237,8 @@ def test_ids_and_page_numbers_that_cannot_be_are_refused(web: Web) -> None:
 # -- what a person may do --------------------------------------------------------------------------
 
 
-def test_retry_and_retry_all_put_back_what_can_be_and_count_the_rest(pi: Pi) -> None:
-    names = bury(pi, *({"n": n} for n in range(5)))
+def test_retry_and_retry_all_put_back_what_can_be_and_count_the_rest(pi: Pi, schema: None) -> None:
+    names = desk.bury(pi.db, ({"n": n} for n in range(5)))
     pi.db.execute(USE_UP, (names[1],))
     process, web = start_admin(pi.agent)
     path = f"/api/v1/dlq/messages/{names[0]}"
@@ -268,7 +256,6 @@ def test_retry_and_retry_all_put_back_what_can_be_and_count_the_rest(pi: Pi) -> 
     assert (got.json["retried"], got.json["refused"]) == (3, 1)
     assert "3 entries" in got.json["message"]
     assert web.post("/api/v1/dlq/other/retry-all").json["retried"] == 0
-    pi.frontend.poison.clear()
     pi.once()
     assert len(pi.frontend.store) == 4
     (topic,) = web.ask("/api/v1/dlq").json["topics"]
