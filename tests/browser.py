@@ -1,6 +1,5 @@
 """A real headless Chromium, driven over its debugging pipe: JSON with a NUL after each message."""
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -113,30 +112,6 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def screenshot(self) -> bytes:
-        """The whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        return base64.b64decode(shot["data"])
-
-    def look(self, png: bytes) -> tuple[int, float]:
-        """How many colours a picture has, and how bright it is (0 to 255)."""
-        with contextlib.closing(
-            self._browser.page()
-        ) as blank:  # the page's own policy forbids pictures to it
-            data = base64.b64encode(png).decode()
-            seen = blank.js(
-                f"""(async () => {{ const image = new Image();
-                    image.src = "data:image/png;base64,{data}"; await image.decode();
-                    const canvas = new OffscreenCanvas(image.width, image.height);
-                    const context = canvas.getContext("2d"); context.drawImage(image, 0, 0);
-                    const {{data}} = context.getImageData(0, 0, image.width, image.height);
-                    const pixels = new Uint32Array(data.buffer), colours = new Set(pixels);
-                    let sum = 0;
-                    for (let i = 1; i < data.length; i += 4) sum += data[i];
-                    return [colours.size, sum / pixels.length]; }})()"""
-            )
-        return int(seen[0]), float(seen[1])
 
     def click(self, selector: str) -> None:
         """With the mouse, in the middle of what is really there."""

@@ -51,6 +51,8 @@ POOR_CONTRAST = """(() => {
   }
   return poor;
 })()"""
+BRIGHTNESS = """getComputedStyle(document.body).backgroundColor
+    .match(/[\\d.]+/g).slice(0, 3).reduce((sum, c) => sum + Number(c), 0)"""
 TOO_LOW = """[...document.querySelectorAll("button, summary")].filter((node) =>
     node.checkVisibility() && node.getBoundingClientRect().height < 40).map((n) => n.textContent)"""
 
@@ -277,15 +279,13 @@ def test_it_fits_every_screen_and_can_be_read_by_eyes_and_by_screen_readers(
     page.wait_text('"id"', "#list pre")
     page.click("[data-do=delete]")  # the question has to fit as well
     for width in (320, 1280):
-        brightness = []
+        bright = []
         for dark in (False, True):
             page.screen(width, dark=dark, phone=width == 320)
             assert page.js("document.documentElement.scrollWidth") <= width
             assert page.js(POOR_CONTRAST) == []
-            colours, bright = page.look(page.screenshot())
-            assert colours > 30, "the screenshot is blank"
-            brightness.append(bright)
-        assert brightness[0] > 2 * brightness[1]
+            bright.append(page.js(BRIGHTNESS))
+        assert bright[0] > 2 * bright[1]
     page.screen(320, phone=True)
     assert page.js(TOO_LOW) == []
     page.click("[data-do=keep]")
