@@ -207,7 +207,7 @@ MUTANTS = [
         "a whole type may die",
         "(not charge or past.rejected >= REJECTED_IN_ROW):",
         "not charge:",
-        story="a whole type is rejected",
+        (OUTAGES,),
     ),
     Mutant(
         "a 400 that is not the frontend's is deadly",
@@ -371,14 +371,15 @@ MUTANTS = [
         "a pause that was asked for is not kept",
         "pause = retry_after(told, now)\n",
         "pause = None\n",
-        story="a pause that was asked for",
-        tests=(VERDICTS,),
+        (VERDICTS,),
     ),
     Mutant(
         "a pause that is asked for when an entry got through is not kept",
         "if down and down.retry_after:",
         "if False:",
-        story="a pause that was asked for",
+        (
+            "tests/faults/test_model.py::test_a_pause_that_is_asked_for_when_an_entry_got_through_is_kept",
+        ),
     ),
     Mutant(
         "what was under way ends a pause",

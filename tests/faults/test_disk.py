@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -287,24 +288,24 @@ def test_a_log_that_takes_nothing_stops_nothing(
     assert (done.returncode, done.stderr) == (75, "")
 
 
-# A journal that accepts until its queue is full, and reads nothing; after a while it reads all.
+# A log that is read by nobody until the reader goes: a journal whose queue is full, a pipe.
 STUCK_JOURNAL = """
 mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal
-"$0" -c 'import socket as s, time
+"$0" -c 'import os, socket as s, sys
 journal = s.socket(s.AF_UNIX, s.SOCK_DGRAM)
 journal.bind("/run/systemd/journal/socket")
-time.sleep(60)' &
+os.read(0, 1)' <$END &
 while [ ! -S /run/systemd/journal/socket ]; do sleep 0.1; done
 export JOURNAL_STREAM="$(stat -L -c %d:%i /proc/self/fd/2)"
 exec "$@"
 """
 STUCK_PIPE = """
-exec "$0" -c 'import fcntl, os, sys, time
+exec "$0" -c 'import fcntl, os, sys
 read, write = os.pipe()
 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
 if not os.fork():
     os.close(write)
-    time.sleep(60)
+    open(os.environ["END"], "rb", 0).read(1)
     os._exit(0)
 os.dup2(write, 2)
 os.execv(sys.argv[1], sys.argv[1:])' "$@"
@@ -312,13 +313,25 @@ os.execv(sys.argv[1], sys.argv[1:])' "$@"
 
 
 @pytest.mark.parametrize("script", [STUCK_JOURNAL, STUCK_PIPE], ids=["journal", "pipe"])
-def test_a_log_that_nobody_reads_stops_nothing(
-    agent: AgentFactory, backend: Backend, frontend: Frontend, script: str
+def test_a_log_that_nobody_reads_holds_it_up_until_its_reader_goes(
+    agent: AgentFactory, backend: Backend, frontend: Frontend, script: str, tmp_path: Path
 ) -> None:
-    prefix = ("unshare", "--mount", "sh", "-c", script, sys.executable)
-    running = agent(prefix=prefix, SYNC_BATCH_SIZE=1)
-    backend.enqueue_many(400)  # a line each: far more than fits
-    frontend.wait(lambda: len(frontend.entries) == 400, 120, "all entries")
+    end = tmp_path / "end"
+    os.mkfifo(end)
+    with end.open("r+b", buffering=0) as fifo:
+        prefix = ("env", f"END={end}", "unshare", "--mount", "sh", "-c", script, sys.executable)
+        running = agent(prefix=prefix, SYNC_BATCH_SIZE=1)
+        backend.enqueue_many(400)  # a line each: far more than fits
+        counts = [-2, -1]
+
+        def stuck() -> bool:
+            time.sleep(0.5)
+            counts.append(len(frontend.entries))
+            return 0 < counts[-2] == counts[-1] < 400
+
+        wait_until(stuck, 60, "a log that is full", running.log)
+        fifo.write(b"!")
+        frontend.wait(lambda: len(frontend.entries) == 400, 60, "all entries")
     code, _ = running.stop()
     assert code == 0
 
