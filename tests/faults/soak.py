@@ -47,6 +47,8 @@ CALLS_PER_MINUTE, KILLS_PER_MINUTE = 40, 5  # at least: with fewer a run says no
 PENDING_MAX = 1500  # the backend of one house does not end more calls than that in an outage
 DRAIN_SEC = 300.0  # from the last fault until all is through, on a busy machine
 STOP_MAX = 10.0  # the machine may be busy; the promise of 2 s has its own test
+LIES = [REPLIES[name] for name in ("a portal", "not ok", "no words", "409, still running")]
+WEATHER = [*REPLIES.values(), *LIES * 3]
 ERAS = [reply for reply in REPLIES.values() if not reply.store]
 VETERAN = "veteran"
 
@@ -118,7 +120,7 @@ class Soak:
         if random.random() < self.trouble * (0.5 if request.file else 0.2):
             return self._strike(device_of(request))
         if self.era or random.random() < self.trouble:
-            return self.era or random.choice(list(REPLIES.values()))
+            return self.era or random.choice(WEATHER)
         return None
 
     def _strike(self, device: str) -> Reply | None:

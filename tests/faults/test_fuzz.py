@@ -17,7 +17,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,6 +101,10 @@ def in_chunks(top: bytes, body: bytes, pieces: int = 1, extension: str = "") -> 
     return top + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(chunks) + b"0\r\n\r\n"
 
 
+INTERIM = [
+    b"HTTP/1.1 100 Continue\r\n\r\n",
+    b"HTTP/1.1 103 Early Hints\r\nLink: </x>; rel=preload\r\n\r\n",
+]
 RESERVED = ("ok", "fileUrl", "rejected", "sizeBytes", "sha256")
 
 
@@ -121,7 +124,7 @@ def good_bodies(draw: st.DrawFn, words: dict[str, Any]) -> bytes:
 @st.composite
 def good_answers(draw: st.DrawFn, words: dict[str, Any]) -> bytes:
     """In all the ways that HTTP has for it."""
-    before = draw(st.sampled_from([0, 0, 0, 1, 20])) * b"HTTP/1.1 100 Continue\r\n\r\n"
+    before = draw(st.sampled_from([0, 0, 0, 1, 20])) * draw(st.sampled_from(INTERIM))
     top = before + head(draw(st.sampled_from([200, 200, 201, 202, 299])), draw(headers))
     body = draw(good_bodies(words))
     framing = draw(st.sampled_from(["length", "end", "chunks"]))
@@ -469,25 +472,6 @@ def test_a_second_answer_sent_along_is_never_taken_for_that_to_the_next_request(
     assert door == "entries" or client.server.connections == 4
 
 
-@own_timer
-@each_door
-def test_an_interim_answer_is_not_the_answer_and_never_shifts_those_that_follow(
-    client: Client, door: str
-) -> None:
-    """102 and 103 come before the answer: taken for it, each request would get its neighbour's."""
-    yes = with_length(OK, json.dumps(DOORS[door]).encode())
-
-    def late() -> Iterator[bytes]:
-        yield b"HTTP/1.1 103 Early Hints\r\nLink: </x>; rel=preload\r\n\r\n"
-        time.sleep(0.2)
-        yield yes
-
-    verdict, answer = client.send(door, Raw(late(), "keep"))
-    assert verdict.fate is Fate.SENT, answer
-    verdict, answer = client.send(door, Raw(with_length(head(500), b"{}"), "keep"))
-    assert verdict.fate is not Fate.SENT, answer
-
-
 # --------------------------------------------------------------------------------------------------
 # The same through the real agent
 # --------------------------------------------------------------------------------------------------
@@ -531,14 +515,12 @@ def test_an_agent_that_gets_hundreds_of_bad_answers_marks_only_what_was_confirme
 ) -> None:
     answers = [raw for raw in drawn(bad_answers(DOORS["entries"], calm=True), 250)
                if not re.match(rb"HTTP/1\.\d +(413|422|400)\b", raw)]  # fmt: skip
-    server = RawServer(Alternating(list(answers)))
-    alternating = server.answer
-    assert isinstance(alternating, Alternating)
+    alternating = Alternating(list(answers))
     good, bad = [], []
     for number in range(len(answers)):
         bad.append(backend.enqueue(entity_id=alternating.entity(number)))
         good.append(backend.enqueue(entity_id=alternating.entity(-1)))
-    with server:
+    with RawServer(alternating) as server:
         done = agent.once(
             FRONTEND_BASE_URL=server.url, SYNC_BATCH_SIZE=1, SYNC_TIMEOUT_SEC=2, timeout=120
         )
@@ -561,7 +543,7 @@ def endless(top: bytes, piece: bytes) -> Callable[[], Iterator[bytes]]:
 
 
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-INTERIM = b"HTTP/1.1 100 Continue\r\n" + (b"X: " + LONG + b"\r\n") * 98 + b"\r\n"
+ENDLESS = b"HTTP/1.1 100 Continue\r\n" + (b"X: " + LONG + b"\r\n") * 98 + b"\r\n"
 YES = b'{"ok": true, "fileUrl": "https://voice.example.com/x"}'
 LONG_ANSWERS: dict[str, bytes | Callable[[], Iterator[bytes]]] = {
     "a body without end": endless(OK + b"\r\n", LONG),
@@ -575,7 +557,7 @@ LONG_ANSWERS: dict[str, bytes | Callable[[], Iterator[bytes]]] = {
     "a header without end": endless(OK + b"X: ", LONG),
     "headers without end": endless(OK, b"X: " + LONG + b"\r\n"),
     "six megabytes of headers": OK + (b"X: " + LONG + b"\r\n") * 98 + with_length(b"", b"no"),
-    "interim answers without end": endless(b"", INTERIM),
+    "interim answers without end": endless(b"", ENDLESS),
     "a gzip bomb": with_length(
         head(200, [("Content-Encoding", "gzip")]), BOMB + gzip.compress(YES)
     ),
@@ -588,9 +570,8 @@ def test_no_answer_however_long_costs_memory_or_counts(
 ) -> None:
     """Each long answer is followed by a good one: none of this is an outage."""
     names = list(LONG_ANSWERS)
-    with RawServer(Alternating(list(LONG_ANSWERS.values()))) as server:
-        alternating = server.answer
-        assert isinstance(alternating, Alternating)
+    alternating = Alternating(list(LONG_ANSWERS.values()))
+    with RawServer(alternating) as server:
 
         def add(number: int) -> int:
             entity_id = alternating.entity(number)
@@ -798,11 +779,3 @@ def test_any_file_path_and_any_meta_json_ends_in_the_root_or_in_the_dead_letters
     assert left == kept
     for path in secrets:
         assert path.read_bytes().startswith(b"SECRET")
-
-
-def test_the_client_of_these_tests_is_the_agents_own() -> None:
-    """The in-process client says what the agent would say: both go through these."""
-    verdict = serversync.confirm_entries(Answer(200, b'{"ok": true}'), KEY, [1])[0]
-    assert verdict.fate is Fate.SENT
-    cut = replace(Answer(200, b'{"ok": true}'), complete=False)
-    assert serversync.confirm_entries(cut, KEY, [1])[0].fate is not Fate.SENT
