@@ -128,7 +128,7 @@ def day(world: World, quiet: float, calls: int, outage: float) -> Day:
 
             some_calls(2)  # what is written once is written
             world.settle(db)
-            piece(lambda: time.sleep(quiet / 4), agent)  # and what is left of the settling
+            piece(lambda: time.sleep(quiet / 4))  # and what is left of the settling
             spent, seconds = piece(lambda: time.sleep(quiet))
             minute = _scaled(spent, 60 / seconds)
             spent, seconds = piece(some_calls)

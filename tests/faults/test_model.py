@@ -47,6 +47,10 @@ END_SESSIONS = """
     select pg_terminate_backend(pid) from pg_stat_activity
     where application_name = 'serversync' and datname = %s
 """
+LOCKED = """
+    select count(*) from pg_locks join pg_database d on d.oid = database
+    where locktype = 'advisory' and granted and datname = current_database()
+"""
 EMPTY = len(b'{"entries":[]}')  # the request that only asks whether the frontend lives
 HTML = "<html>please log in</html>"
 EARLY = {"ok": True, "fileUrl": "http://127.0.0.1/early.wav"}
@@ -560,6 +564,7 @@ class World:
 
     def _change_of(self, request: Request) -> None:
         if request.file is not None:
+            self.witness.lapses(request)
             self._change(self._call_of(request))
 
     def _call_of(self, request: Request) -> Call:
@@ -682,6 +687,9 @@ class World:
         }
         self.alone = how != "two" and self.service is None
         self.plan = [*(self.plan if self.thrifty else []), *plan][-12:]
+        if self.service is not None:  # a session that ended is there again: the lock is its own
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: self.db.value(LOCKED), 20)
         for device in [self._start(clock, **options) for _ in range(1 + (how == "two"))]:
             self._finish(device)
         self._settle()
@@ -1076,6 +1084,17 @@ TALES: dict[str, list[Step]] = {
         service(("session ends", "stored"), ("session ends", "stored")),
         call(),
         service(("crash", "answered"), ("kill", "answered")),
+    ],
+    "the database falls silent": [
+        call(),
+        agents(("database silent", "stored"), "good", ("database silent", "stored")),
+        call(),
+        agents(("database silent", "before"), size=1),
+        call(),
+        agents(("kill", "stored")),
+        service(("database silent", "stored"), ("database silent", "before")),
+        call(seconds=2),
+        service("good", ("database silent", "answered"), kbps=500),
     ],
     "what is bad, and what stands behind it": [
         call(events=2, grudge="rejected"),

@@ -204,6 +204,14 @@ class Witness(Oracle):
                 if (device, kind) in self._last:
                     self._last[device, kind].heard = False
 
+    def lapses(self, request: Request) -> None:
+        """Its file has changed: the agent may see that before it writes down what it is told."""
+        assert request.file is not None
+        with self.lock:
+            self._answering.pop(request, None)
+            for said in self.said.get(request.file.recording_id, [])[-1:]:
+                said.heard = False
+
     # -- what must hold --------------------------------------------------------------------------
 
     def uploaded(self) -> set[tuple[str, str]]:
