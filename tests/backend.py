@@ -100,9 +100,9 @@ class Backend:
         self.db = db
         self.directory = directory
         self.recordings_dir = directory / "storage" / "recordings"
-        self.recordings_dir.mkdir(parents=True)
+        self.recordings_dir.mkdir(parents=True, exist_ok=True)
         self.announcements_dir = directory / "data" / "announcements"
-        self.announcements_dir.mkdir(parents=True)
+        self.announcements_dir.mkdir(parents=True, exist_ok=True)
 
     def end_call(
         self,

@@ -36,11 +36,16 @@ def run(*words: str | Path, **environ: str) -> str:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Of all processes of the test run: apt does not wait for another apt."""
-    with (REPOSITORY / "packaging" / "deps.sh").open() as file:
+def locked(path: Path) -> Iterator[None]:
+    """One process of the test run at a time."""
+    with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def alone() -> contextlib.AbstractContextManager[None]:
+    """Of all processes of the test run: apt does not wait for another apt."""
+    return locked(REPOSITORY / "packaging" / "deps.sh")
 
 
 def install_missing(*packages: str) -> None:
@@ -60,9 +65,23 @@ def build(directory: Path, umask: str = "022", **environ: str) -> Path:
     return deb
 
 
-@pytest.fixture(scope="module")
-def deb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("dist"))
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for all processes of this test run."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    made = directory / "shared"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+@pytest.fixture(scope="session")
+def deb(shared: Path) -> Path:
+    """The package of this tree, built once."""
+    with locked(shared / "deb.lock"):
+        link = shared / "dist" / "serversync.deb"
+        return link if link.exists() else build(link.parent)
 
 
 @pytest.fixture(scope="module")

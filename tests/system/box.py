@@ -5,14 +5,13 @@ serversync comes as a package, and is set up as the README tells the person who 
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shlex
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -114,14 +113,6 @@ def command(*words: str | Path, env: dict[str, str] | None = None, timeout: floa
     )
     assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}"
     return done.stdout
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process of the test run at a time."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def make_root(release: Release, root: Path, more: Sequence[str] = (), first: str = "true") -> None:
@@ -319,7 +310,8 @@ class Box(ABC):
 
     def furnish(self) -> None:
         """What is there before serversync: PostgreSQL, the backend's user, tables, directories."""
-        self.copy(HERE / "voicebot.py", VOICEBOT)
+        for path in (HERE / "voicebot.py", HERE.parent / "backend.py", HERE.parent / "pg.py"):
+            self.copy(path, str(Path(VOICEBOT).with_name(path.name)))
         self.copy(HERE.parent / "schema.sql", "/srv/schema.sql")
         self.sh(
             f"""

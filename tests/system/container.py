@@ -17,7 +17,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from box import BOOT_SEC, RECIPE, Box, Release, command, locked, make_root
+from box import BOOT_SEC, RECIPE, Box, Release, command, make_root
+from test_debian import locked
 
 HOST_PACKAGES = ("systemd-container", "util-linux", "mount")
 # What qemu-user cannot do, for all services of the machine.

@@ -11,8 +11,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from box import BOOT_SEC, RECIPE, Box, Release, command, locked, make_root
+from box import BOOT_SEC, RECIPE, Box, Release, command, make_root
 from pg import free_port
+from test_debian import locked
 
 HOST_PACKAGES = ("qemu-system-arm", "qemu-utils", "qemu-user-static", "e2fsprogs", "openssh-client")
 PACKAGES = ("linux-image-arm64", "initramfs-tools", "zstd", "udev", "kmod", "openssh-server")

@@ -12,19 +12,21 @@ import pytest
 
 import container
 import emulator
+import test_debian
 from box import (
     ENV_FILE,
     RELEASES,
     Box,
     Installation,
     Release,
-    locked,
 )
 from container import Container
 from emulator import Emulator
 from frontend import Frontend
 from settings import Desired
-from test_debian import build, install_missing
+from test_debian import install_missing
+
+deb, shared = test_debian.deb, test_debian.shared  # fixtures
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,27 +50,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _whole(item: pytest.Item) -> bool:
     release = item.callspec.params.get("release") if isinstance(item, pytest.Function) else None
     return isinstance(release, Release) and release.whole
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for all processes of this test run."""
-    directory = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        directory = directory.parent
-    system = directory / "system"
-    system.mkdir(exist_ok=True)
-    return system
-
-
-@pytest.fixture(scope="session")
-def deb(shared: Path) -> Path:
-    """$SERVERSYNC_DEB, or the package of this tree, built once."""
-    if given := os.environ.get("SERVERSYNC_DEB"):
-        return Path(given)
-    with locked(shared / "deb.lock"):
-        link = shared / "dist" / "serversync.deb"
-        return link if link.exists() else build(link.parent)
 
 
 @pytest.fixture(scope="session")
