@@ -182,31 +182,6 @@ def test_memory_stays_flat_while_a_million_entries_are_drained(pi: Pi, meter: Me
     assert sent(pi.db) == 1_000_000 and not pi.db.pending()
 
 
-def test_an_entry_of_seven_mebibytes_takes_three_times_its_size(pi: Pi, meter: Meter) -> None:
-    sink = Sink(pi.frontend)
-    pi.db.execute(LARGE, (7 * MIB // 32,))
-    assert meter.once(largest=7 * MIB) == 0
-    assert sink.largest > 7 * MIB and not pi.db.pending()
-
-
-def test_memory_stays_flat_with_failures_a_huge_payload_and_an_upload_of_a_gibibyte(
-    pi: Pi, meter: Meter
-) -> None:
-    sink = Sink(pi.frontend)
-    assert meter.once() == 0  # makes the schema
-    pi.backend.enqueue_many(100_000)
-    wait_all(pi.db)
-    huge = pi.db.value(HUGE, (64 * MIB,))
-    pi.backend.enqueue_many(3000)
-    call = end_long_call(pi.backend, 1024 * MIB)
-    assert meter.once() == 1
-    assert dead(pi.db) == {huge: "TOO_LARGE"}, "without being loaded"
-    assert sent(pi.db) == 3000 + 4
-    assert pi.db.value("SELECT count(*) FROM serversync.waiting") == 100_000
-    assert len(sink.files) == 1 and sink.files[0] > 1024 * MIB
-    assert not call.directory.exists()
-
-
 def test_memory_stays_flat_when_everything_is_rejected_at_once(pi: Pi, meter: Meter) -> None:
     page = "<html>" + "x" * 200_000
     pi.frontend.history = False
@@ -251,15 +226,21 @@ def test_people_s_commands_are_small_and_quick_with_a_hundred_thousand_dead_lett
     env = {"PATH": os.environ["PATH"], **meter.env}
     psql = ["psql", "-X", "-q", "-d", db.url, "-c", COUNTS]
     best: dict[str, float] = {}
+
+    def quick() -> bool:
+        return max(best.values()) <= best["start"] + 6 * best["psql"]
+
     # In turns, and the best of each: others use the machine, too.
     for _ in range(5):
         took = {"start": seconds(*run, "--version", env=env), "psql": seconds(*psql)}
         for args in (["status"], ["dlq", "list"], ["doctor"]):
             took[" ".join(args)] = seconds(*run, *args, env=env)
         best = {name: min(value, best.get(name, value)) for name, value in took.items()}
+        if quick():
+            break
     for name, value in best.items():
         record_property(name, value)
-        assert value <= best["start"] + 6 * best["psql"], best
+    assert quick(), best
 
 
 # -- all at once, and enforced -------------------------------------------------------------------
@@ -293,27 +274,31 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
 def test_everything_at_once_fits_into_a_memory_cgroup_of_48_mebibytes(
     pi: Pi, meter: Meter, record_property: Callable[[str, object], None]
 ) -> None:
+    """Many failures, a payload that is not even loaded and an upload of a gibibyte; then an entry
+    of seven mebibytes beside another upload."""
     sink = Sink(pi.frontend)
     assert meter.once() == 0  # makes the schema
-    pi.backend.enqueue_many(10_000)
+    pi.backend.enqueue_many(100_000)
     wait_all(pi.db)
-    pi.db.execute(LARGE, (7 * MIB // 32,))
     huge = pi.db.value(HUGE, (64 * MIB,))
     pi.backend.enqueue_many(10_000)
-    call = end_long_call(pi.backend, 1024 * MIB)
+    calls = [end_long_call(pi.backend, 1024 * MIB)]
     with memory_cgroup(LIMIT) as group:
         enter = ["sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(group)]
-        code = meter.once(prefix=enter, largest=7 * MIB, SYNC_BATCH_SIZE=1000)
+        assert meter.once(prefix=enter, SYNC_BATCH_SIZE=1000) == 1  # the one that is too large
+        assert sent(pi.db) == 10_000 + 4 and sink.files[0] > 1024 * MIB
+        pi.db.execute(LARGE, (7 * MIB // 32,))
+        calls.append(end_long_call(pi.backend, 128 * MIB))
+        assert meter.once(prefix=enter, largest=7 * MIB, SYNC_BATCH_SIZE=1000) == 75
         for file in ("memory.max_usage_in_bytes", "memory.peak", "memory.failcnt"):
             if (group / file).exists():
                 record_property(file, int((group / file).read_text()))
         events = group / "memory.events"
         assert not events.exists() or "oom_kill 0" in events.read_text()
-    assert code == 1  # the one that is too large
-    assert dead(pi.db) == {huge: "TOO_LARGE"}
-    assert sent(pi.db) == 10_000 + 1 + 4 and sink.largest > 7 * MIB
-    assert len(sink.files) == 1 and not call.directory.exists()
-    assert len(pi.db.pending()) == 10_000
+    assert dead(pi.db) == {huge: "TOO_LARGE"}, "without being loaded"
+    assert sent(pi.db) == 10_000 + 4 + 1 + 4 and sink.largest > 7 * MIB
+    assert len(sink.files) == 2 and not any(call.directory.exists() for call in calls)
+    assert len(pi.db.pending()) == 100_000
 
 
 NONSENSE = [
