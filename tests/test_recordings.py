@@ -50,28 +50,19 @@ def test_paths_that_lead_elsewhere_are_dead_and_nothing_is_sent(pi: Pi, outside:
     up = os.path.relpath(outside, pi.backend.recordings_dir)
     paths = [  # all others: test_policy.py
         f"storage/recordings/{up}/mixed.wav",
-        f"storage/recordings/call/../{up}/mixed.wav",
-        "storage/recordings/call/..",
-        "storage/recordings/a/call/mixed.wav",
         "storage/recordings/.serversync-trash/mixed.wav",
         f"{outside}/mixed.wav",
-        "mixed.wav",
     ]
     path = "storage/recordings/x/mixed.wav"
     known = {"callLogId": str(uuid.uuid4())}
     payloads: list[tuple[str, dict[str, Any]]] = [
-        ("FILE_UNSAFE", {**known, "callId": ".."}),
         ("FILE_UNSAFE", {**known, "call_id": "../../outside"}),
-        ("FILE_UNSAFE", {**known, "callId": str(outside)}),
         ("FILE_UNSAFE", {**known, "filePath": "", "callId": "call"}),
         # Without ids, or a place.
         ("BAD_PAYLOAD", {}),
         ("BAD_PAYLOAD", {"filePath": path}),
-        ("BAD_PAYLOAD", {"callLogId": "../../etc", "filePath": path}),
         ("BAD_PAYLOAD", {"callLogId": f'{uuid.uuid4()}"\r\nX: y', "filePath": path}),
-        ("BAD_PAYLOAD", known),
         ("BAD_PAYLOAD", {**known, "filePath": None, "callId": None}),
-        ("BAD_PAYLOAD", {**known, "filePath": "storage/recordings/x/passwd"}),
     ]
     brief: dict[str, Any] = {"events": 0, "seconds": 0.1}
     calls = [("FILE_UNSAFE", pi.backend.end_call(file_path=path, **brief)) for path in paths]
@@ -165,8 +156,6 @@ def test_rows_written_by_hand_are_found_and_meta_path_is_ignored(pi: Pi, outside
         {"call_log_id": "", "call_id": "1"},
         {"callLogId": "", "recordingId": "", "callId": "2", "metaPath": secret},
         {"callLogId": "", "filePath": "3/mixed.wav", "meta_path": secret},
-        {"callLogId": "", "filePath": str(pi.backend.recordings_dir / "4" / "mixed.wav")},
-        {"callLogId": "", "filePath": "recordings/5/mixed.wav", "callId": "elsewhere"},
     ]
     calls = []
     for number, place in enumerate(places):
@@ -244,8 +233,9 @@ def wait_for_looks(db: Database, running: Agent, calls: list[Call], number: int)
 
 
 def test_incomplete_recordings_wait_for_the_grace_time_however_often_they_are_looked_at(
-    pi: Pi,
+    pi: Pi, hurry: Callable[..., None]
 ) -> None:
+    hurry(SHARE=0.1)  # a look is followed by a rest
     lame, lost = broken_calls(pi.backend, WITHOUT_META), broken_calls(pi.backend, WITHOUT_AUDIO)
     running = pi.agent(SYNC_FILE_GRACE_SEC=7200, SYNC_RETRY_MAX=1, SYNC_RETRY_HOURS=0)
     # A clock that jumped counts as ten minutes.

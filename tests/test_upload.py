@@ -19,7 +19,7 @@ import pytest
 
 from agent import Agent
 from backend import Call
-from frontend import FILE_PATH, Frontend, Reply, Request, script
+from frontend import FILE_PATH, Frontend, Reply, Request
 from ledger import dead, failures, hold, let_hours_pass, uploads, waiting
 from pg import Database
 from pi import Pi
@@ -184,13 +184,10 @@ def test_a_confirmed_upload_is_recorded_as_a_whole_and_durably(pi: Pi) -> None:
 
 
 URL = "https://frontend.example/storage/recordings/x/mixed.wav"
-# One of each kind: URLs and sizes that are none of ours are rows of test_policy.py.
+# One of each kind: all others are rows of test_policy.py.
 UNCONFIRMED: list[tuple[str, Reply]] = [
     ("BAD_RESPONSE", Reply(200, {}, {"ok": True})),
-    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": "/storage/recordings/x/mixed.wav"})),
-    ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": "https://x/" + "y" * 60_000})),
     ("BAD_RESPONSE", Reply(200, {}, {"ok": False, "fileUrl": URL})),
-    ("BAD_RESPONSE", Reply(200, {}, "<html>Sign in to the hotel's network</html>")),
     ("BAD_RESPONSE", Reply(200, {}, b"")),
     ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": URL, "sizeBytes": 31})),
     ("BAD_RESPONSE", Reply(200, {}, {"fileUrl": URL, "sha256": hashlib.sha256(b"").hexdigest()})),
@@ -198,8 +195,6 @@ UNCONFIRMED: list[tuple[str, Reply]] = [
     ("REDIRECTED", Reply(307, {"Location": FILE_PATH})),
     ("CONFLICT", Reply(409, {}, {"error": "CONFLICT", "fileUrl": URL})),
     ("CONFLICT", Reply(409, {}, {"ok": True, "code": "ALREADY_PROCESSED"})),
-    ("UNAUTHORIZED", Reply(401, {}, {"error": "unauthorized"})),
-    ("TOO_LARGE", Reply(413, {}, "<html>Request Entity Too Large</html>")),
     ("FRONTEND_5XX", Reply(500, {}, {"fileUrl": URL})),
 ]
 
@@ -214,15 +209,17 @@ def test_only_an_answer_in_the_contracts_words_is_a_confirmation(pi: Pi) -> None
         replies[bad[-1][0].call_log_id] = reply
 
     def answer(request: Request) -> Reply | None:
-        assert request.file is not None
+        file = request.file
+        assert file is not None
         hold(pi.db)  # none is tried again meanwhile: three in a row would be an outage
-        return replies.get(request.file.call_log_id)
+        said = {"fileUrl": URL, "sizeBytes": file.size, "sha256": file.sha256.upper()}
+        return replies.get(file.call_log_id) or Reply(200, {}, said, store=True)
 
     pi.frontend.on_file = answer
     pi.once(code=75)
 
     for call in good:
-        assert pi.backend.upload_status(call)[0] == "uploaded"
+        assert pi.backend.upload_status(call) == ("uploaded", URL)
     assert not dead(pi.db)
     for call, code in bad:
         assert_not_uploaded(pi, call)
@@ -234,27 +231,6 @@ def test_only_an_answer_in_the_contracts_words_is_a_confirmation(pi: Pi) -> None
     assert not pi.db.pending() and not dead(pi.db)
     for call, _ in bad:
         assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
-        assert not call.directory.exists()
-
-
-def test_size_and_digest_in_the_answer_may_confirm_and_odd_urls_are_kept_as_they_are(
-    pi: Pi,
-) -> None:
-    calls = [pi.backend.end_call(events=0, seconds=0.1) for _ in range(3)]
-    answers: list[dict[str, Any]] = [
-        {"fileUrl": URL, "sizeBytes": calls[0].size, "sha256": calls[0].sha256},
-        {"fileUrl": URL, "sha256": calls[1].sha256.upper(), "code": "ALREADY_PROCESSED"},
-        {"fileUrl": "http://localhost:3000/x?a=1&b=%20#é", "sizeBytes": None, "sha256": None},
-    ]
-    statuses = (200, 409, 201)
-    pi.frontend.on_file = script(
-        *(Reply(each, {}, body, store=True) for each, body in zip(statuses, answers, strict=True))
-    )
-
-    pi.once()
-
-    for call, body in zip(calls, answers, strict=True):
-        assert pi.backend.upload_status(call) == ("uploaded", body["fileUrl"])
         assert not call.directory.exists()
 
 
@@ -400,11 +376,6 @@ def test_a_rejected_file_is_dead_and_shown_as_failed_unless_it_is_uploaded(pi: P
 # -- files that change ----------------------------------------------------------------------------
 
 
-def grow(call: Call) -> None:
-    with call.wav.open("ab") as file:
-        file.write(b"more")
-
-
 def shrink(call: Call) -> None:
     os.truncate(call.wav, call.wav.stat().st_size // 2)
 
@@ -422,7 +393,7 @@ def replace(call: Call) -> None:
     os.replace(call.directory / "new", call.wav)
 
 
-@pytest.mark.parametrize("change", [grow, shrink, rewrite, replace])
+@pytest.mark.parametrize("change", [shrink, rewrite, replace])
 def test_a_file_that_changes_during_its_upload_is_set_aside_and_sent_again(
     pi: Pi, change: Callable[[Call], None]
 ) -> None:
@@ -594,7 +565,7 @@ def test_a_body_that_was_moving_until_the_frontend_gave_up_is_never_charged(
 def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
     pi: Pi, hurry: Callable[..., None]
 ) -> None:
-    hurry(STALL_SEC=10)  # a short one
+    hurry(STALL_SEC=4)  # a short one
     released = threading.Event()
 
     def stop_reading(request: Request) -> None:
@@ -611,7 +582,7 @@ def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
         return failures(pi.db)[call.seq("recording_file")] == ("NETWORK_TIMEOUT", 1, 0)
 
     wait_until(aside, 90, "the end of the upload", running.log)
-    assert time.monotonic() - request.started >= 9
+    assert time.monotonic() - request.started >= 3.5
     assert_not_uploaded(pi, call)
     released.set()
     pi.frontend.on_head = None
@@ -625,13 +596,13 @@ def test_an_upload_that_does_not_move_for_a_minute_ends_and_entries_go_on(
 def test_a_limit_below_the_rate_that_counts_as_stuck_does_not_end_an_upload(
     pi: Pi, hurry: Callable[..., None]
 ) -> None:
-    hurry(STALL_SEC=2)
-    call = pi.backend.end_call(events=0, seconds=0.04)  # 8 s at 250 bytes/s
+    hurry(STALL_SEC=1)
+    call = pi.backend.end_call(events=0, seconds=0.02)  # 5 s at 250 bytes/s
 
     pi.once(SYNC_UPLOAD_KBPS=2, timeout=150)
 
     [request] = pi.frontend.of_kind("file")
-    assert request.finished is not None and request.finished - request.started > 5
+    assert request.finished is not None and request.finished - request.started > 3
     assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
 
 
