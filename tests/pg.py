@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Self
 from urllib.parse import quote, urlencode
 
@@ -40,9 +41,11 @@ def newest_bin() -> Path:
 
 
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Below those that the kernel gives to who asks for any: nobody else takes it meanwhile."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
 
 
 def in_memory() -> str | None:
