@@ -144,16 +144,13 @@ def test_the_tour_of_a_broken_agent_fails_and_leaves_nothing_behind(
     tour.leaves_nothing()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_tour_cleans_up(
-    directory: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_interrupted_tour_cleans_up(directory: Path, tmp_path: Path) -> None:
     program = tmp_path / "stub.py"
     program.write_text("import time\ntime.sleep(600)\n")
     tour = Tour(directory, str(program))
     wait_until(lambda: any(str(program) in c for c in tour.processes().values()), 60, "the stub")
 
-    tour.process.send_signal(number)
+    tour.process.send_signal(signal.SIGTERM)
     code, said = tour.finish()
 
     assert code == 130, said

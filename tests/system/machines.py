@@ -53,14 +53,20 @@ def _whole(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
-def base(request: pytest.FixtureRequest, release: Release, shared: Path) -> Path:
+def cache(request: pytest.FixtureRequest) -> Path:
+    """Of all test runs."""
+    given = os.environ.get("SERVERSYNC_SYSTEM_CACHE")
+    found = Path(given) if given else request.config.cache.mkdir("serversync-system")
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+@pytest.fixture(scope="session")
+def base(release: Release, cache: Path) -> Path:
     """The release's root, or its disk and what belongs to it."""
     assert os.geteuid() == 0, "machines need root"
     packages = emulator.HOST_PACKAGES if release.whole else container.HOST_PACKAGES
     install_missing("mmdebstrap", "debian-archive-keyring", *packages)
-    given = os.environ.get("SERVERSYNC_SYSTEM_CACHE")
-    cache = Path(given) if given else request.config.cache.mkdir("serversync-system")
-    cache.mkdir(parents=True, exist_ok=True)
     make = emulator.base_disk if release.whole else container.base_root
     return make(release, cache)
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ from box import (
 from frontend import Frontend, Reply, Request
 from pg import free_port
 from settings import AUDIO, Desired, announcement, flow, group, route, rule
-from test_debian import alone
+from test_debian import alone, locked
 from test_docs import section, sessions
 
 pytest_plugins = ["machines"]
@@ -511,12 +512,13 @@ def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(mach
 def test_an_admin_process_that_cannot_start_is_given_up_and_its_socket_comes_back(
     machine: Box,
 ) -> None:
-    # Its socket comes back when systemd lets it start again, not before: half a minute here.
+    # Its socket comes back when systemd lets it start again, not before: half a minute here. (It is
+    # given up ten seconds after a first start at least.)
     limit = machine.unit("StartLimitIntervalUSec", unit=ADMIN)["StartLimitIntervalUSec"]
     pause = machine.unit("TimersMonotonic", unit=ADMIN_TIMER)["TimersMonotonic"]
     assert f"OnActiveUSec={limit} ;" in pause
     drop_ins = {
-        f"{ADMIN_TIMER}.d/short.conf": "[Timer]\nOnActiveSec=\nOnActiveSec=30\n",
+        f"{ADMIN_TIMER}.d/short.conf": "[Timer]\nOnActiveSec=\nOnActiveSec=20\n",
         f"{ADMIN}.d/short.conf": "[Unit]\nStartLimitIntervalSec=30\n",
         f"{ADMIN}.d/broken.conf": "[Service]\nExecStart=\nExecStart=/bin/false\n",
     }
@@ -660,8 +662,17 @@ exec "$1/packaging/build" --worktree "$2"
 """
 
 
-def previous(directory: Path) -> Path:
-    """The package of the edition before this one, by its own packaging/build."""
+def previous(cache: Path, directory: Path) -> Path:
+    """The package of the edition before this one, by its own packaging/build: once for all runs."""
+    deb = cache / f"serversync-{PREVIOUS}.deb"
+    with locked(cache / "previous.lock"):
+        if not deb.exists():
+            shutil.copy(built(directory), unfinished := cache / f"{PREVIOUS}.unfinished")
+            unfinished.rename(deb)
+    return deb
+
+
+def built(directory: Path) -> Path:
     git = ("git", "-C", REPOSITORY, "-c", f"safe.directory={REPOSITORY}")
     known = subprocess.run([*git, "cat-file", "-e", PREVIOUS], capture_output=True, check=False)
     assert known.returncode == 0, f"no commit {PREVIOUS} in {REPOSITORY}: git fetch --unshallow"
@@ -674,10 +685,10 @@ def previous(directory: Path) -> Path:
 
 
 def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
-    bare: Box, frontend: Frontend, deb: Path, tmp_path: Path
+    bare: Box, frontend: Frontend, deb: Path, cache: Path, tmp_path: Path
 ) -> None:
     bare.furnish()
-    bare.install(previous(tmp_path))
+    bare.install(previous(cache, tmp_path))
     bare.set_up("http://127.0.0.1:9")
     # On TCP, where it listens for itself alone: the host's loopback is shared with other machines.
     bare.sh(
