@@ -68,15 +68,6 @@ def test_calls_are_announced_in_order_as_they_were_written_with_their_id_as_key(
     wait_until(lambda: dropped(pi.db) == {"sent": 3})
 
 
-def test_without_the_key_the_file_is_left_alone(pi: Pi) -> None:
-    pi.backend.call_comes_in()
-    pi.idle()
-    pi.backend.enqueue()
-    pi.frontend.wait(lambda: pi.frontend.entries)
-    assert pi.backend.queue_file.exists()
-    assert not pi.frontend.of_kind("call")
-
-
 def test_a_call_is_announced_within_two_seconds_while_a_recording_of_100_mb_is_uploaded(
     pi: Pi,
 ) -> None:
@@ -396,7 +387,7 @@ def test_a_pause_that_the_frontend_asked_for_holds_for_calls_too(pi: Pi, announc
     pi.frontend.wait(lambda: pi.frontend.calls)
 
 
-def test_a_queue_that_is_switched_off_is_no_trouble_any_more(pi: Pi) -> None:
+def test_a_queue_that_is_switched_off_is_no_trouble_any_more_and_left_alone(pi: Pi) -> None:
     processing(pi.backend).mkdir(parents=True)  # nothing that could be read
     running = pi.agent(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file)
     running.wait_sentence(
@@ -405,3 +396,7 @@ def test_a_queue_that_is_switched_off_is_no_trouble_any_more(pi: Pi) -> None:
     assert running.state()["told"][0][0] == "person"
     running.reload(pi.agent.env())
     running.wait_sentence("all delivered")
+    pi.backend.call_comes_in()
+    pi.backend.enqueue()
+    pi.frontend.wait(lambda: pi.frontend.entries)
+    assert pi.backend.queue_file.exists() and not pi.frontend.of_kind("call")

@@ -305,6 +305,7 @@ def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(pi: Pi) ->
         pi.wait_entry(pi.backend.enqueue())
         let_hours_pass(pi.db, 72)
     wait_until(lambda: "SYNC_VERIFY_PATH" in running.state()["outages"][0]["reason"])
+    assert {state[2] for state in failures(pi.db).values()} == {0}
     for call in calls:
         assert_not_uploaded(pi, call)
     # Another try is one file, and less and less often: 2, 4, 8, … seconds.
@@ -604,30 +605,3 @@ def test_a_limit_below_the_rate_that_counts_as_stuck_does_not_end_an_upload(
     [request] = pi.frontend.of_kind("file")
     assert request.finished is not None and request.finished - request.started > 3
     assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
-
-
-def test_a_frontend_whose_disk_is_full_for_files_still_takes_entries(pi: Pi) -> None:
-    calls = [pi.backend.end_call(events=0, seconds=0.1) for _ in range(6)]
-    pi.frontend.on_file = lambda _: Reply(507, {}, {"error": "No space left on device"})
-    running = pi.agent(**IMPATIENT)
-    running.wait_log("files: outage")
-    # Three days of it: entries go on, files wait, nothing is charged.
-    for _ in range(5):
-        let_hours_pass(pi.db, 72)
-        seq = pi.backend.enqueue()
-        pi.wait_entry(seq)
-    waiting = [call.seq("recording_file") for call in calls]
-    wait_until(lambda: pi.db.pending() == waiting, what="only files to be pending")
-    assert not dead(pi.db) and {state[2] for state in failures(pi.db).values()} <= {0}
-    for call in calls:
-        assert_not_uploaded(pi, call)
-    assert len(pi.frontend.of_kind("file")) < 40
-
-    pi.frontend.on_file = None
-    running.hup()
-    let_hours_pass(pi.db, 72)
-    pi.wait_delivered()
-    running.wait_log("files: recovered after")
-    assert not dead(pi.db)
-    for call in calls:
-        assert pi.frontend.files[call.call_log_id].sha256 == call.sha256
