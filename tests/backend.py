@@ -6,7 +6,7 @@ import random
 import string
 import uuid
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from hashlib import file_digest
@@ -142,7 +142,10 @@ class Backend:
             if meta:
                 self.write_meta(call)
         file_path = file_path or f"storage/recordings/{call_id}/{name}"
-        with self._transaction(connection) as transaction:
+        own = (
+            contextlib.nullcontext(connection) if connection else self.db.connect(autocommit=False)
+        )
+        with own as transaction:
             self._enqueue_call(transaction, call, seconds, events)
             if recording:
                 self._enqueue_recording(transaction, call, seconds, file_path, file_payload)
@@ -176,29 +179,6 @@ class Backend:
         }
         call.meta.write_text(json.dumps(meta, indent=2))
 
-    @contextlib.contextmanager
-    def _transaction(
-        self, connection: psycopg.Connection[Any] | None
-    ) -> Iterator[psycopg.Connection[Any]]:
-        if connection is not None:
-            yield connection
-            return
-        with self.db.connect(autocommit=False) as own:
-            yield own
-
-    def _insert(
-        self,
-        connection: psycopg.Connection[Any],
-        entity_type: str,
-        entity_id: str,
-        payload: object,
-    ) -> int:
-        cursor = connection.execute(INSERT_ENTRY, (entity_type, entity_id, Jsonb(payload)))
-        row = cursor.fetchone()
-        assert row is not None
-        seq: int = row[0]
-        return seq
-
     def _add(
         self,
         connection: psycopg.Connection[Any],
@@ -207,7 +187,7 @@ class Backend:
         entity_id: str,
         payload: object,
     ) -> None:
-        call.seqs.append(self._insert(connection, entity_type, entity_id, payload))
+        call.seqs.append(self.enqueue(entity_type, payload, entity_id, connection))
         call.types.append(entity_type)
 
     def _enqueue_call(
@@ -287,8 +267,10 @@ class Backend:
         entity_id = entity_id or str(uuid.uuid4())
         if payload is None:
             payload = {"id": entity_id, "name": f"a {entity_type}"}
-        with self._transaction(connection) as transaction:
-            return self._insert(transaction, entity_type, entity_id, payload)
+        given = contextlib.nullcontext(connection) if connection else None
+        with given or self.db.connect() as transaction:
+            row = transaction.execute(INSERT_ENTRY, (entity_type, entity_id, Jsonb(payload)))
+            return int(row.fetchall()[0][0])
 
     def enqueue_many(
         self, count: int, entity_type: str = "call_log", padding: int = 0

@@ -57,7 +57,6 @@ class StoredFile:
     recording_id: str
     call_log_id: str
     filename: str
-    part_headers: dict[str, HTTPMessage]
     count: int = 0
 
 
@@ -196,24 +195,23 @@ class _Upload:
         self._audio = os.fdopen(handle, "wb")
         self.temporary = Path(name)
         self._digest = hashlib.sha256()
-        self._fields: dict[str, bytearray] = {}
-        self._heads: dict[str, HTTPMessage] = {}
+        self._fields: dict[str, bytearray] = {}  # that of the audio stays empty
+        self._filename: str | None = None
 
     def open_part(self, headers: HTTPMessage) -> Callable[[bytes], object]:
         name = str(headers.get_param("name", "", "content-disposition"))
-        expected = PARTS[len(self._heads)] if len(self._heads) < len(PARTS) else "none"
-        if name != expected:
-            raise ValueError(f"the part is {name!r}, expected {expected!r}")
-        self._heads[name] = headers
-        if name == "audio":
-            return self._write_audio
-        self._fields[name] = bytearray()
-        return lambda data: self._extend(self._fields[name], data)
+        if [*self._fields, name] != PARTS[: len(self._fields) + 1]:
+            raise ValueError(f"the part is {name!r} after {list(self._fields)}")
+        content = self._fields[name] = bytearray()
 
-    def _extend(self, content: bytearray, data: bytes) -> None:
-        content += data
-        if len(content) > FIELD_LIMIT:
-            raise ValueError("a field is too long")
+        def extend(data: bytes) -> None:
+            content.extend(data)
+            if len(content) > FIELD_LIMIT:
+                raise ValueError("a field is too long")
+
+        if name == "audio":
+            self._filename = headers.get_filename("")
+        return self._write_audio if name == "audio" else extend
 
     def _write_audio(self, data: bytes) -> None:
         self._digest.update(data)
@@ -221,11 +219,8 @@ class _Upload:
 
     def finish(self) -> StoredFile:
         self._audio.close()
-        if list(self._heads) != PARTS:
-            raise ValueError(f"parts: {list(self._heads)}, expected {PARTS}")
-        filename = self._heads["audio"].get_filename("")
-        if filename not in AUDIO_NAMES:
-            raise ValueError(f"audio is called {filename!r}")
+        if self._filename not in AUDIO_NAMES:
+            raise ValueError(f"audio is called {self._filename!r}")
         return StoredFile(
             path=self.temporary,
             size=self.temporary.stat().st_size,
@@ -234,8 +229,7 @@ class _Upload:
             # Going through UUID also keeps a path like ../../x out.
             recording_id=str(uuid.UUID(self._fields["recordingId"].decode())),
             call_log_id=str(uuid.UUID(self._fields["callLogId"].decode())),
-            filename=filename,
-            part_headers=self._heads,
+            filename=self._filename,
         )
 
     def discard(self) -> None:
