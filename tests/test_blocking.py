@@ -242,7 +242,7 @@ def corrupt(db: Database, *seqs: int) -> None:
             db.value("select length(payload::text) from sync_outbox where id = %s", (seq,))
 
 
-def test_corrupt_rows_are_named_and_everything_else_flows(scene: Scene) -> None:
+def test_a_corrupt_row_is_named_and_everything_else_flows(scene: Scene) -> None:
     db, calls, bad = scene.db, [scene.call()], dict[int, str]()
     for entity_type in ("schedule", "recording", "recording_file"):
         bad[enqueue_large(scene.backend, entity_type)] = entity_type

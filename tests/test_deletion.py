@@ -223,9 +223,7 @@ def contents(call: Call) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in call.directory.iterdir()}
 
 
-def test_a_file_that_changed_after_its_upload_is_kept_and_said_until_it_is_sent_again(
-    pi: Pi,
-) -> None:
+def test_a_file_that_changed_after_its_upload_is_kept_and_said(pi: Pi) -> None:
     changes = [append, touch, exchange, transcribe]
     calls = [pi.backend.end_call(events=0) for _ in changes]
     other = pi.backend.end_call(events=0)
@@ -249,6 +247,7 @@ def test_a_file_that_changed_after_its_upload_is_kept_and_said_until_it_is_sent_
     assert len(pi.frontend.uploads) == 5
     assert_trash_is_empty(pi.backend)
 
+    # What is sent again as it is now goes.
     pi.db.execute("update sync_outbox set processed_at = null where id = any(%s)", (kept,))
     running.hup()
     wait_until_removed(running, pi.db, *(call.directory for call in calls))

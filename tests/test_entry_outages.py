@@ -31,7 +31,7 @@ FEW: dict[str, Any] = {"SYNC_RETRY_MAX": 2}
     ],
     ids=["500", "500 to one entry", "resets"],
 )
-def test_an_outage_of_three_days_kills_nothing_and_everything_arrives_afterwards(
+def test_an_outage_of_hours_or_days_kills_nothing_and_everything_arrives_afterwards(
     pi: Pi, reply: Reply, reason: str, others: int
 ) -> None:
     pi.backend.enqueue_many(others)
