@@ -66,6 +66,24 @@ def sentence(machine: Box) -> str:
     return machine.unit("StatusText")["StatusText"]
 
 
+# Without a program of its own for HTTP: a minimal Debian has none.
+GET = """
+import http.client, socket, sys
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect(sys.argv[2])
+connection.request("GET", sys.argv[1])
+answer = connection.getresponse()
+print(answer.read().decode())
+sys.exit(answer.status != 200)
+"""
+
+
+def get(machine: Box, path: str, sock: str = "/run/serversync/admin.sock", **how: Any) -> str:
+    """What the admin interface says there, with a 200."""
+    return machine.run("python3", "-c", GET, path, sock, **how).stdout
+
+
 # --- install --------------------------------------------------------------------------------------
 
 
@@ -250,18 +268,6 @@ def test_recordings_below_a_closed_home_are_reached_after_setup(
     assert own.running
 
 
-# By a Unix socket of the test's own.
-READY = """
-import http.client, socket
-connection = http.client.HTTPConnection("localhost")
-connection.sock = socket.socket(socket.AF_UNIX)
-connection.sock.connect("/run/ready.sock")
-connection.request("GET", "/readyz")
-answer = connection.getresponse()
-print(answer.status, answer.read().decode())
-"""
-
-
 def test_a_file_system_without_acls_is_opened_by_a_group_and_the_admin_interface_is_ready(
     own: Box, frontend: Frontend
 ) -> None:
@@ -280,8 +286,7 @@ def test_a_file_system_without_acls_is_opened_by_a_group_and_the_admin_interface
     drop_in = "/etc/systemd/system/serversync-admin.socket.d/ready.conf"
     own.put(drop_in, "[Socket]\nListenStream=\nListenStream=/run/ready.sock\n")
     own.sh("systemctl daemon-reload; systemctl start serversync-admin.socket")
-    ready = own.run("python3", "-c", READY).stdout
-    assert ready.startswith("200 "), ready
+    assert get(own, "/readyz", "/run/ready.sock")
 
 
 def test_run_typed_by_root_is_the_service_s_user_s(machine: Box, frontend: Frontend) -> None:
@@ -436,15 +441,6 @@ def test_a_reboot_in_the_middle_of_a_backlog_loses_nothing(
     until(lambda: machine.pending() == 0, LONG, "the outbox to be empty")
 
 
-# Without a program of its own for HTTP: a minimal Debian has none.
-GET = """
-import http.client, socket, sys
-connection = http.client.HTTPConnection("localhost")
-connection.sock = socket.socket(socket.AF_UNIX)
-connection.sock.connect("/run/serversync/admin.sock")
-connection.request("GET", sys.argv[1])
-print(connection.getresponse().read().decode())
-"""
 ADMIN, ADMIN_SOCKET = "serversync-admin.service", "serversync-admin.socket"
 ADMIN_TIMER = "serversync-admin.timer"
 
@@ -454,12 +450,12 @@ def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(mach
     assert machine.unit("ActiveState", unit=ADMIN) == {"ActiveState": "inactive"}
     until(lambda: sentence(machine).startswith(IDLE), LONG, "the first cycle")
 
-    def get(path: str) -> str:
-        return machine.run("python3", "-c", GET, path, user="looker").stdout
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(get(machine, "/api/v1/status", user="looker"))
+        return found
 
-    refused = machine.run("python3", "-c", GET, "/healthz", user="nobody", check=False).stdout
-    assert "PermissionError" in refused, refused
-    view = json.loads(get("/api/v1/status"))
+    assert "PermissionError" in get(machine, "/healthz", user="nobody", check=False)
+    view = state()
 
     assert machine.unit("ActiveState", unit=ADMIN) == {"ActiveState": "active"}
     # By the agent's state file and its process, which this unit sees through its own sandbox.
@@ -467,23 +463,18 @@ def test_the_admin_interface_starts_at_the_first_request_and_sees_the_agent(mach
     assert (agent["state"], agent["pid"]) == ("running", machine.main_pid()), agent
     assert agent["sentence"] == sentence(machine)
     assert view["database"]["ok"], view["database"]
-    metrics = get("/metrics")
+    metrics = get(machine, "/metrics", user="looker")
     assert "serversync_up 1\n" in metrics and "serversync_listener_connected 1\n" in metrics
-    assert get("/healthz") and get("/readyz")
+    assert get(machine, "/healthz") and get(machine, "/readyz")
 
     machine.run("systemctl", "kill", "--signal=KILL", "serversync")
-    state = json.loads(get("/api/v1/status"))["agent"]["state"]
-    assert state != "running" or machine.running
+    assert state()["agent"]["state"] != "running" or machine.running
 
     # The agent's directory is where the socket lies; it stays when the agent goes.
     machine.sh("systemctl stop serversync")
-    assert json.loads(get("/api/v1/status"))["agent"]["state"] == "stopped"
+    assert state()["agent"]["state"] == "stopped"
     machine.sh("systemctl start serversync")
-    until(
-        lambda: json.loads(get("/api/v1/status"))["agent"]["state"] == "running",
-        LONG,
-        "the agent's state file",
-    )
+    until(lambda: state()["agent"]["state"] == "running", LONG, "the agent's state file")
     owner = machine.sh("stat -c '%U:%G %a' /run/serversync /run/serversync/admin.sock").splitlines()
     assert owner == ["serversync:serversync 2755", "root:serversync 660"]
     machine.sh(f"systemctl disable --now {ADMIN_SOCKET}; userdel looker")
@@ -508,9 +499,8 @@ def test_an_admin_process_that_cannot_start_is_given_up_and_its_socket_comes_bac
     since = machine.sh("date '+%F %T'").strip()
 
     # One connection: it is dropped in the end.
-    asked = machine.run("python3", "-c", GET, "/healthz", check=False, timeout=LONG)
+    assert '"ok"' not in get(machine, "/healthz", check=False, timeout=LONG)
 
-    assert asked.returncode != 0
     state = machine.unit("ActiveState", "Result", unit=ADMIN_SOCKET)
     assert state == {"ActiveState": "failed", "Result": "service-start-limit-hit"}
     said = machine.run("journalctl", "-u", ADMIN, "--since", since, "-o", "short-unix").stdout
@@ -524,7 +514,7 @@ def test_an_admin_process_that_cannot_start_is_given_up_and_its_socket_comes_bac
         2 * LONG,
         "the socket to come back",
     )
-    assert "ok" in machine.run("python3", "-c", GET, "/healthz").stdout
+    assert get(machine, "/healthz")
     machine.sh(f"systemctl disable --now {ADMIN_SOCKET}; rm /etc/systemd/system/*/short.conf")
     machine.sh("systemctl daemon-reload")
 
@@ -706,7 +696,7 @@ def test_an_upgrade_from_the_previous_edition_goes_on_with_what_it_left(
         f"a+ {RECORDINGS}",
         f"a+ {ANNOUNCEMENTS}",
     ]
-    assert "ok" in bare.run("python3", "-c", GET, "/healthz").stdout
+    assert get(bare, "/healthz")
     assert "more than is possible: 32 MiB is used" in bare.messages()
     number = bare.sql("select max(number) from serversync.schema_version")
     assert number == str(serversync.SCHEMA_VERSION)
