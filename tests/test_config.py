@@ -620,7 +620,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ours = Authority(where, "our CA")
     one, _ = ours.issue("one"), ours.issue("two")
     locked = ("-aes128", "-passout", f"pass:{PASSWORD}", "-out", where / "locked.key")
-    ours._openssl("ec", "-in", one.key, *locked)
+    subprocess.run(["openssl", "ec", "-in", one.key, *locked], check=True, capture_output=True)
     (where / "nonsense.pem").write_text("this is no PEM file\n")
     (where / "both.pem").write_text(one.cert.read_text() + one.key.read_text())
     return where

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from frontend import Request
@@ -244,17 +244,19 @@ class Witness(Oracle):
     def _wrong_deaths(self, dead: dict[int, str]) -> Iterator[str]:
         for seq, code in dead.items():
             row = self.rows.get(seq)
-            if row is None or not self._justified(row, code):
+            if row is None or not self._justified(row, code, dead):
                 tries = self.tries.get(row.name) if row else None
                 yield f"entry {seq} is dead without a reason: {code} ({tries}, {self.hours} h)"
 
-    def _justified(self, row: Row, code: str) -> bool:
+    def _justified(self, row: Row, code: str, dead: Container[int]) -> bool:
         if code in REFUSALS:
             return (row.name, code) in self.refused
         if code == "FILE_MISSING":
             return self.grace_is_over and row.entity_id in self.missing
         if code == "SECOND_RECORDING":
-            first = min(self.recordings(row.name), key=lambda each: each.seq)
+            # Of its entries the first that was not given up before it, for whatever reason.
+            left = [each for each in self.recordings(row.name) if each.seq not in dead]
+            first = min([*left, row], key=lambda each: each.seq)
             return any(
                 other.entity_type == FILE_TYPE
                 and other.call == row.call
