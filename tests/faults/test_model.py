@@ -1264,4 +1264,6 @@ def test_whatever_happens_in_whatever_order_nothing_is_lost(
     assert World.seen["examples"] == EXAMPLES
     assert World.seen["calls"] >= 2 * ROUNDS * EXAMPLES
     different = ALL_MEETS & set(World.seen)
-    assert len(different) >= min(5 * EXAMPLES, 0.8 * len(ALL_MEETS)), sorted(different)
+    assert len(different) >= min(5 * EXAMPLES, EXAMPLES + 20, 0.8 * len(ALL_MEETS)), sorted(
+        different
+    )
