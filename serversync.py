@@ -2074,8 +2074,7 @@ class Store:
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
-        rows = self.run(sql, **(self._left_out() | params))
-        return rows[0] if rows else None
+        return next(iter(self.run(sql, **(self._left_out() | params))), None)
 
     def value(self, sql: str, **params: Any) -> Any:
         """The one value of its first row, or None."""
@@ -3177,6 +3176,7 @@ class Entries(Delivery):
             verdict = yield from self._deliver(batch)
             if verdict.fate is Fate.SENT or len(batch.seqs) == 1:
                 after = batch.seqs[-1]
+            del batch  # the next one's body is not beside it
             yield AT_ONCE
             yield from self._retry()
 
