@@ -186,7 +186,8 @@ def test_what_is_no_longer_referenced_goes_one_hour_later(pi: Pi, studio: Studio
     pi.db.execute("UPDATE serversync.audio_files SET next_attempt_at = now() WHERE unwanted")
     running.wait_log("announcement audio third.wav removed")
     assert set(studio.files()) == set(names[:2])
-    assert not pi.db.rows("SELECT FROM serversync.audio_files WHERE name = 'third.wav'")
+    row = "SELECT FROM serversync.audio_files WHERE name = 'third.wav'"
+    wait_until(lambda: not pi.db.rows(row), what="the end of its row", state=running.log)
 
 
 def test_a_file_of_somebody_else_is_neither_overwritten_nor_deleted(
