@@ -1423,8 +1423,9 @@ do $$ begin drop routine if exists serversync.wake() cascade;
 exception when others then null; end $$
 """
 
-# What the statements below share. `o` is a row of the outbox, `w` one of `waiting`.
-PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type <> all (%(apart)s::text[])"
+# What the statements below share. `o` is a row of the outbox, `w` one of `waiting`. (`|| ''`: of an
+# expression no statistics are kept. By those of few types the planner would sort all, each time.)
+PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type || '' <> all (%(apart)s::text[])"
 PENDING_FILE: Final = "o.processed_at is null and o.entity_type = 'recording_file'"
 IN_PASS: Final = "o.id > %(after)s::bigint and o.id <= %(until)s::bigint"
 CALL: Final = "serversync.call_of(o.payload)"
@@ -2078,8 +2079,7 @@ class Store:
 
     def value(self, sql: str, **params: Any) -> Any:
         """The one value of its first row, or None."""
-        row = self.first(sql, **params)
-        return row[0] if row else None
+        return (self.first(sql, **params) or (None,))[0]
 
     def fetch(self, after: int, until: int, size: int, most: int, at_all: int) -> Batch:
         """The next entries, as one body of so many bytes; a larger one alone, if it may go."""

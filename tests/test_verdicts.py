@@ -312,6 +312,29 @@ def test_entries_that_are_told_to_wait_wait_so_long_and_the_others_only_for_seco
     }
 
 
+def test_recordings_that_are_told_to_wait_hold_up_no_entry_and_no_other_recording(pi: Pi) -> None:
+    bad = [pi.backend.end_call(seconds=0.01) for _ in range(2)]
+    good = pi.backend.end_call(seconds=0.01)
+
+    def crash(request: Request) -> Reply | None:
+        assert request.file is not None
+        return None if request.file.call_log_id == good.call_log_id else PAUSE
+
+    pi.frontend.on_file = crash
+    running = pi.agent()
+    seqs = [call.seq("recording_file") for call in bad]
+    wait_until(lambda: pi.db.pending() == seqs, what="the others", state=running.log)
+    assert [request.status for request in pi.frontend.of_kind("file")].count(429) == 2
+    # From the third in a row on it is an outage of the recordings, never of the entries.
+    bad += [pi.backend.end_call(seconds=0.01) for _ in range(2)]
+    good = pi.backend.end_call(seconds=0.01)
+    pi.frontend.on_file = lambda _: PAUSE
+    running.wait_log("files: outage, nothing is lost: the frontend asks for a pause")
+    late = pi.backend.enqueue()
+    wait_until(lambda: late in pi.frontend.seqs(), what="an entry", state=running.log)
+    assert not running.lines("entries: outage")
+
+
 @rows("verify", ["", "/api/recordings/{callLogId}"])
 def test_a_pause_during_an_upload_lets_it_end_and_holds_back_all_that_would_follow(
     pi: Pi, verify: str

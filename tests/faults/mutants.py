@@ -368,6 +368,12 @@ MUTANTS = [
         (BLOCKING, FLOW),
     ),
     Mutant(
+        "statistics of one type make each batch read all that is pending",
+        "o.entity_type || '' <> all",
+        "o.entity_type <> all",
+        ("tests/test_plans.py",),
+    ),
+    Mutant(
         "a pause that was asked for is not kept",
         "pause = retry_after(told, now)\n",
         "pause = None\n",

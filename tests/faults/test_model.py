@@ -564,7 +564,7 @@ class World:
 
     def _change_of(self, request: Request) -> None:
         if request.file is not None:
-            self.witness.lapses(request)
+            self.witness.lapses(request, request.file.recording_id)
             self._change(self._call_of(request))
 
     def _call_of(self, request: Request) -> Call:

@@ -204,12 +204,11 @@ class Witness(Oracle):
                 if (device, kind) in self._last:
                     self._last[device, kind].heard = False
 
-    def lapses(self, request: Request) -> None:
+    def lapses(self, request: Request, recording_id: str) -> None:
         """Its file has changed: the agent may see that before it writes down what it is told."""
-        assert request.file is not None
         with self.lock:
             self._answering.pop(request, None)
-            for said in self.said.get(request.file.recording_id, [])[-1:]:
+            for said in self.said.get(recording_id, [])[-1:]:
                 said.heard = False
 
     # -- what must hold --------------------------------------------------------------------------
