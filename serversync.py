@@ -2066,12 +2066,15 @@ class Store:
         self.unwritten: list[Result] = []
         self._again_at = 0.0
 
+    def travels(self) -> list[str]:
+        """The recordings and calls whose file travels, or is through and not written down yet."""
+        files = [self.travelling, *(result.file for result in self.unwritten)]
+        return [name for each in files if each for name in (each.recording_id, each.call_log_id)]
+
     def _left_out(self) -> dict[str, Any]:
         """Through, but not written down yet; whose file travels; and what goes another way."""
         skip = [seq for result in self.unwritten for seq in result.seqs]
-        files = [self.travelling, *(result.file for result in self.unwritten)]
-        travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
-        return {"skip": skip, "travels": travels, "apart": self.apart, "way": ""}
+        return {"skip": skip, "travels": self.travels(), "apart": self.apart, "way": ""}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
@@ -2122,18 +2125,14 @@ class Store:
                 "marking an entry in sync_outbox changes nothing: a trigger, a rule, a policy?"
             )
 
-    def set_waiting(
-        self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool
-    ) -> None:
-        suspect = verdict.fate in (Fate.SUSPECT, Fate.REJECTED)
-        type_sent = past.sent_now if suspect else past.type_sent
-        more = {"type_sent": type_sent, "in_outage": in_outage}
-        self.run(SET_WAITING, seq=seq, call_id=past.call_id, **vars(verdict), **vars(step), **more)
-        self.rows = True
-
-    def bury(self, seq: int, verdict: Verdict, step: Step) -> None:
+    def set_aside(self, seq: int, past: Past, verdict: Verdict, step: Step, outage: bool) -> None:
+        """It waits, or it is given up."""
         blamed = verdict.fate is Fate.REJECTED
-        self.run(BURY, seq=seq, blamed=blamed, **vars(verdict), **vars(step))
+        type_sent = past.sent_now if blamed or verdict.fate is Fate.SUSPECT else past.type_sent
+        more = {"call_id": past.call_id, "type_sent": type_sent, "blamed": blamed}
+        more |= {"in_outage": outage, **vars(verdict), **vars(step)}
+        self.run(BURY if step.dead else SET_WAITING, seq=seq, **more)
+        self.rows = True
 
     def record(
         self, seqs: Sequence[int], write: Callable[[], object], file: FileEntry | None = None
@@ -3065,10 +3064,8 @@ class Delivery(Job):
             return
         verdict = replace(verdict, reason=clean(verdict.reason))  # it may hold all of an answer
         step = judge(past, verdict, self.agent.config, random.random(), charge)
-        in_outage = self.endpoint.outage is not None
-        waits = partial(self.store.set_waiting, seq, past, verdict, step, in_outage)
-        buried = partial(self.store.bury, seq, verdict, step)
-        self.store.record([seq], buried if step.dead else waits)
+        about = (seq, past, verdict, step, self.endpoint.outage is not None)
+        self.store.record([seq], partial(self.store.set_aside, *about))
         if verdict.waits_for is None:
             self.voice.failed(seq, past, verdict, step)
         blamed = verdict.fate in (Fate.SUSPECT, Fate.REJECTED) and not step.dead
@@ -3158,10 +3155,12 @@ class Entries(Delivery):
 
     def _pass(self) -> Steps[None]:
         """From the lowest id on: lower ids may appear late. What comes during it waits for the
-        next one."""
+        next one. When another file travels, from there again: what that held up goes first."""
         until = self.store.value(LAST) or 0
-        after, number = 0, 0
+        after, number, travels = 0, 0, self.store.travels()
         while not self._stopped():
+            if travels != self.store.travels():
+                after, travels = 0, self.store.travels()
             if number % PLANS_LAST == 0:
                 self.store.run(NEW_PLANS)
             number += 1

@@ -1,5 +1,6 @@
 """Order where order matters: of an entity, of a call's own entry, of a file after its metadata."""
 
+import threading
 import uuid
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from frontend import Reply, Request
 from ledger import hold, let_hours_pass, waiting
 from pi import Pi
+from waiting import wait_until
 
 BOOM = Reply(500, {}, {"error": "boom"})
 
@@ -126,6 +128,36 @@ def test_an_entry_of_the_call_whose_file_travels_waits_for_the_answer_and_undoes
     finished = pi.frontend.of_kind("file")[0].finished
     overtaking = next(r for r in pi.frontend.of_kind("entries") if late[1] in seqs(r))
     assert finished and overtaking.started < finished, "another call's entry waited for the file"
+
+
+def test_what_a_file_that_travels_holds_up_goes_before_what_is_newer_when_it_ends_during_a_pass(
+    pi: Pi,
+) -> None:
+    call = pi.backend.end_call()
+    snapshots: list[int] = []
+    between: list[int] = []
+    through = threading.Event()
+
+    def wait_for_the_pass(_: Request) -> None:
+        with pi.db.connect(autocommit=False) as connection:
+            for text in ("old", "new"):
+                payload = {"callLogId": call.call_log_id, "text": text}
+                snapshot = ("recording", payload, call.recording_id, connection)
+                snapshots.append(pi.backend.enqueue(*snapshot))
+                between.append(pi.backend.enqueue(connection=connection))
+        assert through.wait(20)
+
+    def let_the_file_end(request: Request) -> None:
+        if seqs(request) == between[:1]:
+            through.set()
+            wait_until(lambda: call.seq("recording_file") not in pi.db.pending())
+
+    pi.frontend.on_file, pi.frontend.on_entries = wait_for_the_pass, let_the_file_end
+    pi.once(SYNC_BATCH_SIZE=1)
+    assert through.is_set()
+    order = pi.frontend.seqs()
+    assert order.index(snapshots[0]) < order.index(snapshots[1])
+    assert pi.frontend.store[call.recording_id]["payload"]["text"] == "new"
 
 
 @pytest.mark.parametrize(("row", "said"), [("there", "local_only"), ("gone", "upload_failed")])

@@ -158,20 +158,18 @@ class Outbox(Store):
             self.sent[kind] += 1
             self.rejected[kind] = 0
 
-    def set_waiting(
-        self, seq: int, past: Past, verdict: Verdict, step: Step, in_outage: bool
-    ) -> None:
+    def set_aside(self, seq: int, past: Past, verdict: Verdict, step: Step, outage: bool) -> None:
+        if step.dead:
+            kind = self._leave(seq)
+            self.dead[kind] += 1
+            self.rejected[kind] += verdict.fate is serversync.Fate.REJECTED
+            return
         self.charged += step.attempts - past.attempts
-        in_outage = in_outage or (seq in self.waiting and self.waiting[seq].in_outage)
+        outage = outage or (seq in self.waiting and self.waiting[seq].in_outage)
         past = replace(past, tries=step.tries, attempts=step.attempts, type_sent=past.sent_now)
         due = self.clock.now + step.delay
-        self._keep(seq, Row(past, self.clock.now, due, in_outage=in_outage))
+        self._keep(seq, Row(past, self.clock.now, due, in_outage=outage))
         self.rows = True
-
-    def bury(self, seq: int, verdict: Verdict, step: Step) -> None:
-        kind = self._leave(seq)
-        self.dead[kind] += 1
-        self.rejected[kind] += verdict.fate is serversync.Fate.REJECTED
 
     def _between(self, after: int, until: int) -> Iterator[int]:
         low, high = bisect_right(self.fresh, after), bisect_right(self.fresh, until)

@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pass has no end",
-        "        until = self.store.value(LAST) or 0\n        after, number = 0, 0\n",
-        "        until = 1 << 60\n        after, number = 0, 0\n",
+        "        until = self.store.value(LAST) or 0\n        after, number",
+        "        until = 1 << 60\n        after, number",
         story="a call that becomes visible behind the pass",
         tests=("tests/test_order.py",),
     ),
@@ -165,6 +165,12 @@ MUTANTS = [
         "        files = [self.travelling, *(result.file for result in self.unwritten)]\n",
         "        files: list[FileEntry | None] = []\n",
         story="a late snapshot keeps the player",
+    ),
+    Mutant(
+        "what a file that travelled held up goes after what is newer",
+        "            if travels != self.store.travels():\n",
+        "            if False:\n",
+        tests=("tests/test_order.py",),
     ),
     Mutant(
         "a late snapshot is sent as it is",
