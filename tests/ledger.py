@@ -24,6 +24,16 @@ WAITING = """
      FROM serversync.waiting w) w
 """
 
+LOCKED = """
+    SELECT EXISTS (SELECT FROM pg_locks JOIN pg_database d ON d.oid = database
+                   WHERE locktype = 'advisory' AND granted AND datname = current_database())
+"""
+
+
+def locked(db: Database) -> bool:
+    """Whether somebody has the senders' lock; one that was killed, until its statement ends."""
+    return bool(db.value(LOCKED))
+
 
 def entity_of(db: Database, seq: int) -> str:
     """The entity's id, by which the frontend of the tests knows what is poison."""

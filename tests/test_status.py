@@ -34,7 +34,7 @@ from desk import (
     state_file,
 )
 from frontend import Frontend, Reply, Request
-from ledger import hold, uploads, waiting
+from ledger import hold, locked, uploads, waiting
 from machine import NOBODY, NOBODY_APART, in_mounts, needs_root
 from pg import Database
 from pi import Pi
@@ -157,10 +157,7 @@ def test_a_standby_is_shown_as_one_and_without_an_agent_the_exit_code_says_so(
         **dict.fromkeys(("pid", "since", "sentence", "seen_at", "inflight")),
     }
     running.kill()
-    wait_until(
-        lambda: not pi.db.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"),
-        what="the end of its session",
-    )
+    wait_until(lambda: not locked(pi.db), what="the end of its session")
     pi.backend.enqueue()
     # Its state file is still there.
     rows = rows_of(typist("status", code=69, **beside(running)).stdout)

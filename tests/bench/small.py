@@ -22,6 +22,7 @@ from agent import REPOSITORY, NotifySocket, write_env_file
 from backend import Backend
 from drains import PENDING, enqueue
 from latency import INSERT, PAYLOAD
+from ledger import locked
 from link import Link
 from pg import Database
 from plans import Plan, explain
@@ -387,7 +388,7 @@ def card(world: World, calls: int) -> Card:
         )  # fmt: skip
         with agent:
             deadline = time.monotonic() + 60
-            while not sizes or not world.locked(db):
+            while not sizes or not locked(db):
                 if time.monotonic() > deadline or not agent.running:
                     raise RuntimeError(f"it does not start: {agent.said()}")
                 time.sleep(0.05)

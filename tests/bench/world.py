@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agent import PYTHON, REPOSITORY, agent_env, write_env_file
+from ledger import locked
 from pg import Cluster, Database
 
 HERE = Path(__file__).resolve().parent
@@ -319,21 +320,12 @@ class World:
         """A running agent that has nothing to do and listens."""
         agent = self.agent(db, "run", **settings)
         deadline = time.monotonic() + 60
-        while "started" not in agent.said() or not self.locked(db):
+        while "started" not in agent.said() or not locked(db):
             if time.monotonic() > deadline or not agent.running:
                 raise RuntimeError(f"the agent does not start: {agent.said()}")
             time.sleep(0.02)
         time.sleep(0.3)
         return agent
-
-    @staticmethod
-    def locked(db: Database) -> bool:
-        return bool(
-            db.value(
-                "select count(*) from pg_locks where locktype = 'advisory' and granted and"
-                " database = (select oid from pg_database where datname = current_database())"
-            )
-        )
 
 
 def progress(text: str) -> None:

@@ -21,7 +21,7 @@ import pytest
 from agent import Agent, agent_env, run_once
 from backend import Backend
 from frontend import Frontend, Reply
-from ledger import dead, failures, let_hours_pass
+from ledger import dead, failures, let_hours_pass, locked
 from oracle import Oracle
 from pg import Cluster, Database
 from waiting import wait_until
@@ -49,7 +49,8 @@ class Scene:
 
     def finish(self) -> None:
         """The next start does the rest."""
-        assert run_once(self.env).returncode == 0
+        done = run_once(self.env)
+        assert done.returncode == 0, done.stdout + done.stderr
         assert not self.oracle.unfinished() + self.oracle.wrong()
 
 
@@ -142,6 +143,7 @@ def strike(made: Scene, log: Path, name: str, count: int) -> tuple[bool, int]:
     where = f"killed at {name} {count}: {text[-300:]}"
     oracle = made.oracle
     assert not oracle.lost(), (oracle.lost(), where)
+    wait_until(lambda: not locked(made.db), what="the end of its session")
     try:
         made.finish()
     except AssertionError as error:

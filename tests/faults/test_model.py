@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from agent import Agent, AgentFactory, agent_env
 from backend import Backend, Call, write_wav
 from frontend import Frontend, Reply, Request
-from ledger import let_hours_pass
+from ledger import let_hours_pass, locked
 from oracle import FILE_TYPE
 from pg import Cluster, Database
 from proxy import Proxy
@@ -46,10 +46,6 @@ NOW, LAST_YEAR, NEXT_YEAR, BOOT = "+0", "-1y", "+1y", "@1970-01-01 00:00:10"
 END_SESSIONS = """
     select pg_terminate_backend(pid) from pg_stat_activity
     where application_name = 'serversync' and datname = %s
-"""
-LOCKED = """
-    select count(*) from pg_locks join pg_database d on d.oid = database
-    where locktype = 'advisory' and granted and datname = current_database()
 """
 EMPTY = len(b'{"entries":[]}')  # the request that only asks whether the frontend lives
 HTML = "<html>please log in</html>"
@@ -689,7 +685,7 @@ class World:
         self.plan = [*(self.plan if self.thrifty else []), *plan][-12:]
         if self.service is not None:  # a session that ended is there again: the lock is its own
             with contextlib.suppress(AssertionError):
-                wait_until(lambda: self.db.value(LOCKED), 20)
+                wait_until(lambda: locked(self.db), 20)
         for device in [self._start(clock, **options) for _ in range(1 + (how == "two"))]:
             self._finish(device)
         self._settle()
