@@ -1463,12 +1463,15 @@ def _first(entity: str, call: str, before: str) -> str:
     return f"coalesce({look_up.format(entity, before, way)}, {look_up.format(call, before, way)})"
 
 
-def _may_go(row: str, seq: str, call: str) -> str:
-    """It is not confirmed already (a lock keeps that from being written down), and would not write
-    over a recording whose file travels, until that is written down."""
-    return f"""{row}.{seq} <> all (%(skip)s::bigint[])
-  and not (%(travels)s::uuid[] <> '{{}}' and {row}.entity_type = 'recording'
+def _undoes(row: str, call: str) -> str:
+    """It would write over a recording whose file travels, until that is written down."""
+    return f"""(%(travels)s::uuid[] <> '{{}}' and {row}.entity_type = 'recording'
            and array[{row}.entity_id, {call}] && %(travels)s::uuid[])"""
+
+
+def _may_go(row: str, seq: str, call: str) -> str:
+    """It is not confirmed already (a lock keeps that from being written down); undoes nothing."""
+    return f"{row}.{seq} <> all (%(skip)s::bigint[]) and not {_undoes(row, call)}"
 
 
 # All in one statement: the only one of an idle agent. Partial indexes. In order, not by `exists`:
@@ -1477,7 +1480,7 @@ LOOK: Final = f"""
 select serversync.sync_interval(),
        (select o.id from sync_outbox o where {PENDING_ENTRY} order by o.id limit 1) is not null,
        (select o.id from sync_outbox o where {PENDING_FILE} order by o.id limit 1) is not null,
-       exists (select from serversync.waiting)
+       exists (select from serversync.waiting) or %(travels)s::uuid[] <> '{{}}'
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
        not coalesce(({INDEX_STATE}), false) or not exists ({TRIGGER_STATE})
 """
@@ -1562,15 +1565,18 @@ FETCH: Final = _write_out(f"""{PENDING_ENTRY} and {IN_PASS} and {_may_go("o", "i
        or {_first("o.entity_id", CALL, "<= o.id")} is null)""")
 FETCH_ALONE: Final = _write_out("o.processed_at is null and o.id = %(seq)s::bigint")
 # What a batch passed over gets its row: later ones of the same entity must wait for it, too. The
-# first of the chain is named: when that is through, all that wait for it are free at once.
+# first of the chain is named: when that is through, all that wait for it are free at once. (0: an
+# upload is under way; the next pass looks again.)
 HOLD_BACK: Final = f"""
 insert into serversync.waiting (outbox_id, entity_id, entity_type, call_id, is_file, code, reason,
                                 waits_for, next_attempt_at)
-select id, entity_id, entity_type, call, false, 'WAITS_FOR', 'waits for seq ' || first, first,
+select id, entity_id, entity_type, call, false, 'WAITS_FOR',
+       case first when 0 then 'waits for an upload' else 'waits for seq ' || first end, first,
        'infinity'
 from (
     select o.id, o.entity_id, o.entity_type, {CALL} as call,
-           {_first("o.entity_id", CALL, "< o.id")} as first
+           case when {_undoes("o", CALL)} then 0
+           else {_first("o.entity_id", CALL, "< o.id")} end as first
     from sync_outbox o
     where {PENDING_ENTRY} and {IN_PASS} and {NO_ROW}
     offset 0  -- what has a row is left out first: the look-ups cost 10 us each
@@ -2058,7 +2064,7 @@ class Store:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.run = session.run
-        self.rows = True  # there may be some in `waiting`
+        self.rows = True  # there may be some in `waiting`, or what gets one: a file travels
         self.changed = True  # something was written down since the last rest
         self.before: datetime | None = None  # `once` retries what failed before it began
         self.travelling: FileEntry | None = None  # the file under way
@@ -2066,15 +2072,12 @@ class Store:
         self.unwritten: list[Result] = []
         self._again_at = 0.0
 
-    def travels(self) -> list[str]:
-        """The recordings and calls whose file travels, or is through and not written down yet."""
-        files = [self.travelling, *(result.file for result in self.unwritten)]
-        return [name for each in files if each for name in (each.recording_id, each.call_log_id)]
-
     def _left_out(self) -> dict[str, Any]:
         """Through, but not written down yet; whose file travels; and what goes another way."""
         skip = [seq for result in self.unwritten for seq in result.seqs]
-        return {"skip": skip, "travels": self.travels(), "apart": self.apart, "way": ""}
+        files = [self.travelling, *(result.file for result in self.unwritten)]
+        travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
+        return {"skip": skip, "travels": travels, "apart": self.apart, "way": ""}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
@@ -2129,9 +2132,9 @@ class Store:
         """It waits, or it is given up."""
         blamed = verdict.fate is Fate.REJECTED
         type_sent = past.sent_now if blamed or verdict.fate is Fate.SUSPECT else past.type_sent
-        more = {"call_id": past.call_id, "type_sent": type_sent, "blamed": blamed}
-        more |= {"in_outage": outage, **vars(verdict), **vars(step)}
-        self.run(BURY if step.dead else SET_WAITING, seq=seq, **more)
+        more = {"type_sent": type_sent, "in_outage": outage, "blamed": blamed}
+        about = {"seq": seq, "call_id": past.call_id, **vars(verdict), **vars(step)}
+        self.run(BURY if step.dead else SET_WAITING, **about, **more)
         self.rows = True
 
     def record(
@@ -3155,12 +3158,10 @@ class Entries(Delivery):
 
     def _pass(self) -> Steps[None]:
         """From the lowest id on: lower ids may appear late. What comes during it waits for the
-        next one. When another file travels, from there again: what that held up goes first."""
+        next one."""
         until = self.store.value(LAST) or 0
-        after, number, travels = 0, 0, self.store.travels()
+        after, number = 0, 0
         while not self._stopped():
-            if travels != self.store.travels():
-                after, travels = 0, self.store.travels()
             if number % PLANS_LAST == 0:
                 self.store.run(NEW_PLANS)
             number += 1
@@ -3367,8 +3368,8 @@ class Single(Delivery):
                 self.store.run(SWEEP)
                 return
             entry = self.kind(*row)
-            if entry.waits_for is not None:  # an earlier entry
-                reason, first = f"waits for seq {entry.waits_for}", entry.waits_for
+            if (first := entry.waits_for) is not None:  # an earlier entry
+                reason = f"waits for seq {first}" if first else "waits for an upload"
                 self.failed(seq, Verdict(Fate.WAITS, "WAITS_FOR", reason, waits_for=first))
                 return
             tries = entry.tries
@@ -3489,7 +3490,7 @@ class Files(Single):
             agent.recordings.root(agent.session.root_id, agent.adopt_root) as root,
             agent.recordings.opened(root, entry, grace_over) as ready,
         ):
-            self.store.travelling = entry
+            self.store.travelling, self.store.rows = entry, True
             while agent.entries.under_way:  # it may hold what this would be written over by
                 yield Wait(time.monotonic() + 0.2)
             yield from self.health.pause()

@@ -130,10 +130,13 @@ def test_an_entry_of_the_call_whose_file_travels_waits_for_the_answer_and_undoes
     assert finished and overtaking.started < finished, "another call's entry waited for the file"
 
 
+@pytest.mark.parametrize("another", [False, True], ids=["its own", "another of its call"])
 def test_what_a_file_that_travels_holds_up_goes_before_what_is_newer_when_it_ends_during_a_pass(
-    pi: Pi,
+    pi: Pi, another: bool
 ) -> None:
+    """The newer one of another recording does not name the call, and depends on it all the same."""
     call = pi.backend.end_call()
+    recording = str(uuid.uuid4()) if another else call.recording_id
     snapshots: list[int] = []
     between: list[int] = []
     through = threading.Event()
@@ -141,8 +144,8 @@ def test_what_a_file_that_travels_holds_up_goes_before_what_is_newer_when_it_end
     def wait_for_the_pass(_: Request) -> None:
         with pi.db.connect(autocommit=False) as connection:
             for text in ("old", "new"):
-                payload = {"callLogId": call.call_log_id, "text": text}
-                snapshot = ("recording", payload, call.recording_id, connection)
+                named = {} if another and text == "new" else {"callLogId": call.call_log_id}
+                snapshot = ("recording", {**named, "text": text}, recording, connection)
                 snapshots.append(pi.backend.enqueue(*snapshot))
                 between.append(pi.backend.enqueue(connection=connection))
         assert through.wait(20)
@@ -157,7 +160,7 @@ def test_what_a_file_that_travels_holds_up_goes_before_what_is_newer_when_it_end
     assert through.is_set()
     order = pi.frontend.seqs()
     assert order.index(snapshots[0]) < order.index(snapshots[1])
-    assert pi.frontend.store[call.recording_id]["payload"]["text"] == "new"
+    assert pi.frontend.store[recording]["payload"]["text"] == "new"
 
 
 @pytest.mark.parametrize(("row", "said"), [("there", "local_only"), ("gone", "upload_failed")])

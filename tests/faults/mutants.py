@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         "a file does not wait for its recording's row",
-        "            if entry.waits_for is not None:  # an",
-        "            if False:  # an",
+        "            if (first := entry.waits_for) is not None:  # an",
+        "            if (first := 0):  # an",
         story="what is bad, and what stands behind it",
     ),
     Mutant(
@@ -167,9 +167,9 @@ MUTANTS = [
         story="a late snapshot keeps the player",
     ),
     Mutant(
-        "what a file that travelled held up goes after what is newer",
-        "            if travels != self.store.travels():\n",
-        "            if False:\n",
+        "what a file that travels holds up gets no row (HOLD_BACK)",
+        "then 0\n           else {_first",
+        "then null\n           else {_first",
         tests=("tests/test_order.py",),
     ),
     Mutant(
@@ -196,6 +196,7 @@ MUTANTS = [
         "worn_out = charged and attempts >= config.retry_max and long",
         "worn_out = charged and attempts >= config.retry_max",
         story="files vouch for files, hours must pass",
+        tests=("tests/test_policy.py",),
     ),
     Mutant(
         "hours alone kill",
