@@ -14,7 +14,7 @@ import pytest
 from agent import Agent, AgentFactory
 from backend import Backend
 from frontend import Frontend, Reply, Request, script
-from ledger import counter, dead, failures, let_hours_pass, receipts, waiting
+from ledger import counter, dead, failures, hold, let_hours_pass, receipts, waiting
 from pg import Database
 from pi import Pi
 from proxy import blackhole
@@ -432,11 +432,12 @@ def test_an_order_that_always_fails_is_charged_and_dead_in_the_end_while_others_
     pi.run(SYNC_RETRY_MAX=2, SYNC_RETRY_HOURS=1)
     wait_until(lambda: failures(pi.db).get(bad))
     assert dead(pi.db) == {rejected: "BAD_REQUEST"}  # at once
-    for _ in range(2):
-        tries = failures(pi.db)[bad][1]
+    while bad not in dead(pi.db):
+        hold(pi.db)  # a failure before the third of the others is through is not charged
         for _ in range(3):
             pi.order()
         wait_until(lambda: pi.db.pending() == [bad])
+        tries = failures(pi.db)[bad][1]
         let_hours_pass(pi.db, hours=2)
         wait_until(
             lambda tries=tries: (
@@ -445,7 +446,7 @@ def test_an_order_that_always_fails_is_charged_and_dead_in_the_end_while_others_
         )
     pi.wait_delivered()
     assert dead(pi.db) == {rejected: "BAD_REQUEST", bad: "FRONTEND_5XX"}
-    assert len(pi.broker.taken) == 6
+    assert len(pi.broker.taken) >= 6
 
 
 def test_once_sends_what_is_routed_and_says_what_is_left(pi: Routed) -> None:
