@@ -485,6 +485,7 @@ class Frontend:
         self._lock = threading.RLock()
         self._open: set[_Connection] = set()
         self._listener: socket.socket | None = None
+        self._kept: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._stopping = threading.Event()
 
@@ -502,7 +503,9 @@ class Frontend:
         """Listen; after a stop, on the same port again."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._stopping = threading.Event()
-        self._listener = socket.create_server((self.host, self.port), backlog=64)
+        self._listener = self._kept or socket.create_server((self.host, self.port))
+        self._kept = None
+        self._listener.listen(64)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
         self.port = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(
@@ -520,6 +523,10 @@ class Frontend:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(10)
         self._listener.close()
+        # The port stays ours: tests beside this one would be given it, and get what is sent to us.
+        self._kept = socket.socket(self._listener.family)
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept.bind((self.host, self.port))
         self._listener = None
         self.hang_up()
         for connection in list(self._open):
