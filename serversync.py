@@ -1437,6 +1437,9 @@ RECORDING: Final = """serversync.to_uuid(
 # planner thinks that it is true of every second row, of an equation of one in two hundred.)
 WAY: Final = """case when {0}.entity_type = any (%(apart)s::text[])
     then {0}.entity_type = %(way)s::text else %(way)s::text = '' end"""
+# It would write over a recording whose file travels, until that is written down.
+UNDOES: Final = """(%(travels)s::uuid[] <> '{{}}' and {0}.entity_type = 'recording'
+           and array[{0}.entity_id, {1}] && %(travels)s::uuid[])"""
 # What `w` (or a letter) is about is pending still.
 HAS_ENTRY: Final = """exists (
     select from sync_outbox o
@@ -1463,15 +1466,9 @@ def _first(entity: str, call: str, before: str) -> str:
     return f"coalesce({look_up.format(entity, before, way)}, {look_up.format(call, before, way)})"
 
 
-def _undoes(row: str, call: str) -> str:
-    """It would write over a recording whose file travels, until that is written down."""
-    return f"""(%(travels)s::uuid[] <> '{{}}' and {row}.entity_type = 'recording'
-           and array[{row}.entity_id, {call}] && %(travels)s::uuid[])"""
-
-
 def _may_go(row: str, seq: str, call: str) -> str:
     """It is not confirmed already (a lock keeps that from being written down); undoes nothing."""
-    return f"{row}.{seq} <> all (%(skip)s::bigint[]) and not {_undoes(row, call)}"
+    return f"{row}.{seq} <> all (%(skip)s::bigint[]) and not {UNDOES.format(row, call)}"
 
 
 # All in one statement: the only one of an idle agent. Partial indexes. In order, not by `exists`:
@@ -1497,6 +1494,8 @@ delete from serversync.waiting w
 where w.code = 'WAITS_FOR'
   and not exists (select from serversync.waiting e where e.outbox_id = w.waits_for)
 """
+# Between two sweeps, as a pass may be under way: what waited for one that is through, or gone.
+FREE: Final = "delete from serversync.waiting where %(seq)s::bigint in (outbox_id, waits_for)"
 # Somebody says "try now": all is due. The end of an outage: what failed during it is, but for what
 # was told its time.
 MAKE_DUE: Final = """
@@ -1575,10 +1574,10 @@ select id, entity_id, entity_type, call, false, 'WAITS_FOR',
        'infinity'
 from (
     select o.id, o.entity_id, o.entity_type, {CALL} as call,
-           case when {_undoes("o", CALL)} then 0
+           case when {UNDOES.format("o", CALL)} then 0
            else {_first("o.entity_id", CALL, "< o.id")} end as first
     from sync_outbox o
-    where {PENDING_ENTRY} and {IN_PASS} and {NO_ROW}
+    where {PENDING_ENTRY} and {IN_PASS} and {NO_ROW} and o.id <> all (%(skip)s::bigint[])
     offset 0  -- what has a row is left out first: the look-ups cost 10 us each
 ) held
 where first is not null
@@ -3365,7 +3364,7 @@ class Single(Delivery):
         try:
             row = self.store.first(self.statement, seq=seq, most=self.agent.config.entry_max_bytes)
             if row is None:  # somebody took it away: its row must not come up again
-                self.store.run(SWEEP)
+                self.store.run(FREE, seq=seq)
                 return
             entry = self.kind(*row)
             if (first := entry.waits_for) is not None:  # an earlier entry
@@ -3431,7 +3430,7 @@ class Route(Single):
         about = ("entries", answer, key, len(body), hashlib.sha256(body).hexdigest())
         self.store.record([order.seq], partial(self.store.confirm, [order.seq], *about))
         if order.tries:
-            self.store.run(SWEEP)  # what waited for it is free
+            self.store.run(FREE, seq=order.seq)
         self.succeeded(1)
         self.voice.sent += 1
         text = f"sent entry {order.seq} by {receiver} in {answer.duration * 1000:.0f} ms"
@@ -3579,7 +3578,8 @@ class Files(Single):
                 entity_id=entry.recording_id, url=url, directory=ready.directory,
                 files=json.dumps(ready.files),
             )  # fmt: skip
-            self.agent.deletions.wake()  # now: it may have waited for a lock
+            for job in (self.agent.deletions, self.agent.entries):  # it may have waited for a lock
+                job.wake()
 
         self.store.record([entry.seq], write, entry)
         self.succeeded(1)

@@ -163,6 +163,22 @@ def test_what_a_file_that_travels_holds_up_goes_before_what_is_newer_when_it_end
     assert pi.frontend.store[recording]["payload"]["text"] == "new"
 
 
+def test_what_waits_for_an_upload_whose_mark_waits_for_a_lock_goes_with_it(pi: Pi) -> None:
+    call = pi.backend.end_call(seconds=0.01)
+    backend = pi.db.connect(autocommit=False)
+    backend.execute("SELECT FROM recordings WHERE id = %s FOR UPDATE", (call.recording_id,))
+    late: list[int] = []
+
+    def a_transcript_comes(_: Request) -> None:
+        transcript = {"callLogId": call.call_log_id, "text": "hello"}
+        late.append(pi.backend.enqueue("recording", transcript, call.recording_id))
+        threading.Timer(3, backend.close).start()
+
+    pi.frontend.on_file = a_transcript_comes
+    pi.once()
+    assert pi.frontend.seqs()[-1:] == late
+
+
 @pytest.mark.parametrize(("row", "said"), [("there", "local_only"), ("gone", "upload_failed")])
 def test_a_recording_sent_again_after_its_upload_still_carries_the_url(
     pi: Pi, row: str, said: str

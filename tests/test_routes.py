@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -447,6 +448,34 @@ def test_an_order_that_always_fails_is_charged_and_dead_in_the_end_while_others_
     pi.wait_delivered()
     assert dead(pi.db) == {rejected: "BAD_REQUEST", bad: "FRONTEND_5XX"}
     assert len(pi.broker.taken) >= 6
+
+
+def test_a_retry_of_a_route_that_gets_through_frees_nothing_of_a_pass_under_way(pi: Routed) -> None:
+    """The older of two waits for a retry that got through in this pass: until the next one."""
+    entity = str(uuid.uuid4())
+    pi.broker.next = lambda _: Reply(500)
+    pi.frontend.poison[entity] = Reply(500)
+    order, _ = pi.order(), pi.backend.enqueue(entity_id=entity)
+    pi.once(code=75, SYNC_ROUTE_ORDER=pi.broker.url)
+    pi.frontend.poison.clear()
+    older = pi.backend.enqueue(entity_id=entity)
+    between = [pi.backend.enqueue() for _ in range(3)]
+    newer = pi.backend.enqueue(entity_id=entity)
+    during = threading.Event()
+
+    def wait_for_the_pass(_: Request) -> None:
+        assert during.wait(20)
+
+    def let_the_order_through(request: Request) -> None:
+        if between[1] in (entry["seq"] for entry in request.entries):
+            during.set()
+            wait_until(lambda: order not in pi.db.pending())
+
+    pi.broker.next, pi.frontend.on_entries = wait_for_the_pass, let_the_order_through
+    let_hours_pass(pi.db)
+    pi.once(SYNC_ROUTE_ORDER=pi.broker.url, SYNC_BATCH_SIZE=1)
+    assert during.is_set()
+    assert pi.frontend.seqs().index(older) < pi.frontend.seqs().index(newer)
 
 
 def test_once_sends_what_is_routed_and_says_what_is_left(pi: Routed) -> None:

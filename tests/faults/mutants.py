@@ -173,6 +173,12 @@ MUTANTS = [
         tests=("tests/test_order.py",),
     ),
     Mutant(
+        "a route's retry frees what a pass has held back (FREE)",
+        "            self.store.run(FREE, seq=order.seq)\n",
+        "            self.store.run(SWEEP)\n",
+        ("tests/test_routes.py",),
+    ),
+    Mutant(
         "a late snapshot is sent as it is",
         "coalesce(payload || case when entity_type = 'recording'",
         "coalesce(payload || case when entity_type = 'none'",
