@@ -4116,7 +4116,7 @@ Sounds = Mapping[str, tuple[str | None, str | None]]  # announcement: its audio'
 
 NEEDED: Final = object()
 SETTINGS_MAX: Final = 2 * 1024 * 1024
-VALUES_MAX: Final = 100_000  # in one answer: parsed, each may take a hundred bytes
+VALUES_MAX: Final = 90_000  # in one answer: parsed, each may take a hundred bytes
 REMARKS_MAX: Final = 100
 HOLD_TIMES, HOLD_SEC = 3, 600.0
 AUDIO_URL: Final = "/audio/announcements/"

@@ -322,7 +322,7 @@ def test_settings_of_nonsense_take_no_memory(
     path, key, _ = serversync.SOURCES["number-groups"]
     for each in NONSENSE:
         values, most = 1 + sum(map(each.count, (b":", b"[", b"{"))), 2_000_000 // (len(each) + 1)
-        for number, codes in ((most, (0, 69)), (99_000 // values, (0,))):
+        for number, codes in ((most, (0, 69)), (89_000 // values, (0,))):
             body = b",".join([each] * min(number, most))
             frontend.pages[path] = b'{"ok": true, "' + key.encode() + b'": ' + head + body + tail
             assert meter.once(args=("settings", "pull"), times=1.5) in codes, each
