@@ -1427,7 +1427,10 @@ exception when others then null; end $$
 # expression no statistics are kept. By those of few types the planner would sort all, each time.)
 PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type || '' <> all (%(apart)s::text[])"
 PENDING_FILE: Final = "o.processed_at is null and o.entity_type = 'recording_file'"
-IN_PASS: Final = "o.id > %(after)s::bigint and o.id <= %(until)s::bigint"
+# Only what was there when the pass began: what comes later could overtake an older entry of its
+# call that became visible behind the pass. (`open`: transactions that had not ended by then.)
+IN_PASS: Final = """o.id > %(after)s::bigint and o.id <= %(until)s::bigint
+    and o.xmin <> all (%(open)s::xid[])"""
 CALL: Final = "serversync.call_of(o.payload)"
 CALL_ID: Final = "left(coalesce(payload->>'callId', payload->>'call_id'), 1024)"
 FILE_PATH: Final = "left(coalesce(payload->>'filePath', payload->>'file_path'), 4096)"
@@ -1471,15 +1474,18 @@ def _may_go(row: str, seq: str, call: str) -> str:
     return f"{row}.{seq} <> all (%(skip)s::bigint[]) and not {UNDOES.format(row, call)}"
 
 
-# All in one statement: the only one of an idle agent. Partial indexes. In order, not by `exists`:
-# the planner would look through the table from its beginning.
+# All in one statement: the only one of an idle agent. Partial indexes. In order, not by `exists` or
+# max(): the planner would look through the table from its beginning, or read all that is pending.
+LAST: Final = "select id from sync_outbox where processed_at is null order by id desc limit 1"
 LOOK: Final = f"""
 select serversync.sync_interval(),
        (select o.id from sync_outbox o where {PENDING_ENTRY} order by o.id limit 1) is not null,
        (select o.id from sync_outbox o where {PENDING_FILE} order by o.id limit 1) is not null,
+       not coalesce(({INDEX_STATE}), false) or not exists ({TRIGGER_STATE}),
+       ({LAST}),
        exists (select from serversync.waiting) or %(travels)s::uuid[] <> '{{}}'
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
-       not coalesce(({INDEX_STATE}), false) or not exists ({TRIGGER_STATE})
+       array(select transactionid::text from pg_locks where transactionid is not null)
 """
 # Letters whose entry vanished while it was retried; a due time more than an hour ahead (a clock
 # that was wrong); rows that count no more, for their entry is through, gone or another one; then
@@ -1502,10 +1508,6 @@ MAKE_DUE: Final = """
 update serversync.waiting set next_attempt_at = now(), in_outage = false
 where next_attempt_at < 'infinity' and (%(everything)s or in_outage and code <> 'RATE_LIMITED')
 """
-# Where a pass ends: what is inserted later waits for the next one. Else it could overtake an older
-# entry of its call that became visible behind the pass.
-# (Not by max(): with statistics of an idle box that reads all that is pending.)
-LAST: Final = "select id from sync_outbox where processed_at is null order by id desc limit 1"
 # One plan for many batches, made of the tables as they are then: to plan each anew costs as much as
 # to carry it out. A pass begins with new ones: a plan of an empty table is of no use to a full one.
 NEW_PLANS: Final = "set plan_cache_mode = force_generic_plan; discard plans"
@@ -2048,10 +2050,10 @@ class Session:
         return hints
 
     def news(self) -> bool:
-        """Whether somebody called since this was asked last. It never waits; a session that was
-        ended shows here (Lost): others send now."""
+        """Whether somebody called since it was asked last. A session that ended shows: Lost."""
         with self.session() as conn:
             conn.pgconn.consume_input()
+            conn.pgconn.consume_input()  # the end, behind the server's last words
             while call := conn.pgconn.notifies():
                 self._calls.append(call)
         called = bool(self._calls)
@@ -2068,6 +2070,7 @@ class Store:
         self.before: datetime | None = None  # `once` retries what failed before it began
         self.travelling: FileEntry | None = None  # the file under way
         self.apart: list[str] = []  # entity types that do not go with all others
+        self.open: list[str] = []  # transactions whose entries wait for the next pass
         self.unwritten: list[Result] = []
         self._again_at = 0.0
 
@@ -2076,7 +2079,7 @@ class Store:
         skip = [seq for result in self.unwritten for seq in result.seqs]
         files = [self.travelling, *(result.file for result in self.unwritten)]
         travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
-        return {"skip": skip, "travels": travels, "apart": self.apart, "way": ""}
+        return {"skip": skip, "travels": travels, "apart": self.apart, "open": self.open, "way": ""}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
@@ -3132,7 +3135,8 @@ class Entries(Delivery):
     def turns(self) -> Steps[None]:
         agent = self.agent
         while True:
-            said, entries, files, self.store.rows, lacking = self.store.first(LOOK) or ()
+            look = self.store.first(LOOK) or ()
+            said, entries, files, lacking, newest, self.store.rows, self.store.open = look
             agent.wake(Route)
             if lacking and not agent.housekeeping.lacking:
                 agent.housekeeping.wake()
@@ -3141,11 +3145,11 @@ class Entries(Delivery):
                 self.store.run(SWEEP)
             if not entries:
                 self.endpoint.outage = None
-                agent.passed(self.store.value(LAST) if files else 0)
+                agent.passed(newest if files else 0)
             elif self.endpoint.outage is not None:
-                yield from self._probe(self.endpoint.outage)
+                yield from self._probe(self.endpoint.outage, newest)
             else:
-                yield from self._pass()
+                yield from self._pass(newest)
             # What the backend's settings say goes first. Half a minute at most: a line that went
             # silent is only noticed by asking, and a table that was rebuilt has lost its trigger.
             valid = said is not None and 0 < said <= 86400
@@ -3155,10 +3159,8 @@ class Entries(Delivery):
             due = outage.due if outage else self.next_retry()[1]
             yield Wait(until if self.blind else min(until, due))
 
-    def _pass(self) -> Steps[None]:
-        """From the lowest id on: lower ids may appear late. What comes during it waits for the
-        next one."""
-        until = self.store.value(LAST) or 0
+    def _pass(self, until: int) -> Steps[None]:
+        """From the lowest id on: lower ids may appear late. What comes during it waits."""
         after, number = 0, 0
         while not self._stopped():
             if number % PLANS_LAST == 0:
@@ -3294,10 +3296,10 @@ class Entries(Delivery):
             self.endpoint.retried(time.monotonic(), time.monotonic() - began)
         self.wake()  # what waited for it may be free
 
-    def _probe(self, outage: Outage) -> Steps[None]:
+    def _probe(self, outage: Outage, newest: int) -> Steps[None]:
         """In an outage one entry goes: the newest that nothing unsent precedes, else the one that
         has waited longest. It kills nothing."""
-        newest, health = self.store.value(LAST) or 0, self.health
+        health = self.health
         is_new = outage.by_entries and newest > self.endpoint.seen
         if self.blind or (time.monotonic() < outage.due and not is_new):
             return
@@ -3354,8 +3356,7 @@ class Single(Delivery):
         now = time.monotonic()
         if self.reached and (due > now or self.endpoint.outage):
             way = self.endpoint.way
-            new = self.store.value(NEXT_ID, after=0, until=self.reached, way=way)
-            if new:
+            if new := self.store.value(NEXT_ID, after=0, until=self.reached, way=way, open=[]):
                 return new, now
         return (seq, now) if due <= now else (0, due)
 
@@ -3929,9 +3930,8 @@ class Agent:
             say(logging.INFO, "recovered", "the database is there, and the lock is ours")
 
     def turn(self, ready: Container[int] = ()) -> bool:
-        """Every job has its turn; what was confirmed is written down before anything else. Whether
-        one had something to do."""
-        stirred = False
+        """A turn for each job, after what was confirmed is written down. Whether one had work."""
+        stirred, called = False, self.session.news()  # whose session ended sends nothing more
         for job in self.jobs:
             self.process.check()
             self.store.settle()
@@ -3946,7 +3946,7 @@ class Agent:
                 stirred = True
                 job.failures += 1  # by an error of its own: the other jobs go on
                 job.wait = Wait(time.monotonic() + backoff(min(job.failures, 5), 1.0))
-        if self.session.news():  # last: what came with a statement's answer wakes no poll
+        if self.session.news() or called:  # what came with a statement's answer wakes no poll
             self.entries.wake()
             self.wake(Route)
         return stirred

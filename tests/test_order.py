@@ -207,10 +207,12 @@ def test_a_recording_sent_again_after_its_upload_still_carries_the_url(
 
 
 @pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("together", [False, True])
 def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_later_one(
-    pi: Pi, failing: bool
+    pi: Pi, failing: bool, together: bool
 ) -> None:
-    """Also where another entry waits: then the pass writes down what it passed over."""
+    """Also where another entry waits: then the pass writes down what it passed over. Together: of
+    one transaction, with ids of another one between them, as of two calls that end at once."""
     pi.once()
     recording = str(uuid.uuid4())
     if failing:
@@ -221,12 +223,16 @@ def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_lat
     first = pi.backend.enqueue("recording", {"text": "old"}, recording, connection=late)
     for _ in range(3):
         pi.backend.enqueue()
-    last: list[int] = []
+    newer, last = ("recording", {"text": "new"}, recording), list[int]()
+    if together:
+        last.append(pi.backend.enqueue(*newer, connection=late))
+        pi.backend.enqueue()
 
     def commit_behind_the_pass(request: Request) -> None:
-        if not last and max(seqs(request), default=0) > first:
+        if max(seqs(request), default=0) > first:
             late.commit()
-            last.append(pi.backend.enqueue("recording", {"text": "new"}, recording))
+            if not last:
+                last.append(pi.backend.enqueue(*newer))
 
     pi.frontend.on_entries = commit_behind_the_pass
     with late:

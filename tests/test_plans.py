@@ -74,7 +74,7 @@ class Backlog:
         self.db.execute(FILL, {"entity_type": "call_log", "count": count, "processed": done})
 
     def plan(self, statement: str, generic: bool, **params: Any) -> Plan:
-        nothing: dict[str, Any] = {"skip": [], "travels": [], "apart": APART, "way": ""}
+        nothing: dict[str, Any] = {"skip": [], "travels": [], "apart": APART, "open": [], "way": ""}
         with self.db.connect() as connection:
             connection.execute(serversync.SESSION)
             return explain(connection, statement, nothing | params, generic)

@@ -1,5 +1,6 @@
 """One sender a database: two agents, standbys that take over, sessions that end in mid-work."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -186,22 +187,28 @@ def receipts_of_files(db: Database) -> int:
     return count
 
 
-@pytest.mark.parametrize("answer", [Reply(500), Reply(body={"ok": True})])
+@pytest.mark.parametrize("answer", [Reply(500), Reply(body={"ok": True}), Reply(reset=True)])
 def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_state_back(
     pi: Pi, proxy: Proxy, answer: Reply
 ) -> None:
     first, second = start_pair(pi.agent, DATABASE_URL=pi.db.url_through(proxy.port))
+    seqs = [pi.backend.enqueue()]
+    pi.wait_entry(seqs[0])
+    pi.frontend.requests.clear()  # the connection stays
     # The first one gets another answer for what the second one delivers.
     pi.frontend.on_entries = patience = Patience(answer)
-    seqs = list(pi.backend.enqueue_many(2))
+    seqs += pi.backend.enqueue_many(2)
     pi.frontend.wait(lambda: pi.frontend.of_kind("entries"))
+    if answer.reset:  # by itself it would only say that the connection was stale
+        first.signal(signal.SIGSTOP)
     take_over(pi.db, proxy)
     patience.told.add("first")
     pi.frontend.wait(lambda: pi.frontend.requests[0].finished, what="that answer")
     patience.told.add("second")
     pi.frontend.wait(lambda: pi.frontend.seqs() == seqs, what="the entries, by the standby")
     marks = "SELECT id, processed_at FROM sync_outbox WHERE processed_at IS NOT NULL ORDER BY id"
-    marked = wait_until(lambda: len(rows := pi.db.rows(marks)) == 2 and rows, what="their marks")
+    marked = wait_until(lambda: len(rows := pi.db.rows(marks)) == 3 and rows, what="their marks")
+    first.signal(signal.SIGCONT)
     first.wait_log("standby")
     free = time.monotonic()
     second.stop()
@@ -211,9 +218,9 @@ def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_st
     again = [request for request in pi.frontend.requests[1:] if device(request) == "first"]
     assert min(request.started for request in again) > free
     assert pi.frontend.seqs() == [*seqs, later]
-    assert pi.db.rows(marks)[:2] == marked
+    assert pi.db.rows(marks)[:3] == marked
     assert not waiting(pi.db) and not dead_letters(pi.db)
-    wait_until(lambda: len(receipts(pi.db)) == 2, what="one receipt of each request")
+    wait_until(lambda: len(receipts(pi.db)) == 3, what="one receipt of each request")
 
 
 # -- a connection that is half-open --------------------------------------------------------------

@@ -71,7 +71,6 @@ class Outbox(Store):
         self.models: dict[str, Callable[..., object]] = {
             serversync.NEW_PLANS: lambda: None,
             serversync.LOOK: self.look,
-            serversync.LAST: lambda: max(self.pending, default=0),
             serversync.SWEEP: self.sweep,
             serversync.HOLD_BACK: self.hold_back,
             serversync.NEWEST_FREE: self.newest_free,
@@ -94,7 +93,7 @@ class Outbox(Store):
         insort(self.pending_of[entry.entity], entry.seq)
 
     def statement(self, sql: str, limit: float = 0, /, **params: Any) -> list[tuple[Any, ...]]:
-        for name in ("skip", "travels", "before", "apart", "way"):
+        for name in ("skip", "travels", "before", "apart", "open", "way"):
             params.pop(name, None)
         found = self.models[sql](**params)
         return [found if isinstance(found, tuple) else (found,)] if found is not None else []
@@ -105,7 +104,8 @@ class Outbox(Store):
                 self._keep(seq, row._replace(in_outage=False, due=self.clock.now))
 
     def look(self) -> tuple[object, ...]:
-        return None, bool(self.pending), False, bool(self.waiting), False
+        newest = max(self.pending, default=0)
+        return None, bool(self.pending), False, False, newest, bool(self.waiting), []
 
     def sweep(self) -> None:
         for seq, row in list(self.waiting.items()):

@@ -155,9 +155,15 @@ MUTANTS = [
     ),
     Mutant(
         "a pass has no end",
-        "        until = self.store.value(LAST) or 0\n        after, number",
-        "        until = 1 << 60\n        after, number",
+        "        after, number = 0, 0\n",
+        "        until = 1 << 60\n        after, number = 0, 0\n",
         story="a call that becomes visible behind the pass",
+        tests=("tests/test_order.py",),
+    ),
+    Mutant(
+        "what is committed during a pass goes in it",
+        "\n    and o.xmin <> all (%(open)s::xid[])",
+        "",
         tests=("tests/test_order.py",),
     ),
     Mutant(
@@ -446,6 +452,12 @@ MUTANTS = [
         "                job.close()\n",
         "",
         (SENDERS, STATE),
+    ),
+    Mutant(
+        "who was frozen sends on, and looks at its session afterwards",
+        "stirred, called = False, self.session.news()",
+        "stirred, called = False, False",
+        (SENDERS,),
     ),
     Mutant(
         "two agents send",
