@@ -6182,7 +6182,7 @@ METRICS: Final = {
     "serversync_oldest_pending_seconds": (
         "outbox.oldest_seconds", "Age of the oldest entry not yet delivered."),
     "serversync_waiting_entries": (
-        "outbox.reasons{code}", "Entries that wait after a failure, by its code."),
+        "outbox.reasons{code}", "Entries that wait, by the code of the reason."),
     "serversync_dead_letters": (
         "dead_letters{status}", "Entries given up, by what became of them since."),
     "serversync_last_success_timestamp_seconds": (
