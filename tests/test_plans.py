@@ -81,6 +81,7 @@ class Backlog:
 
 
 APART = ["recording_file", "order"]
+BESIDE = {"travels": ["7b5eb4f8-0000-4000-8000-000000000001"], "open": ["3", "4"]}  # other work
 
 
 def limits(where: Backlog) -> Iterator[tuple[str, dict[str, Any], int, int]]:
@@ -92,6 +93,13 @@ def limits(where: Backlog) -> Iterator[tuple[str, dict[str, Any], int, int]]:
     yield "FETCH", everything | most, head + BATCH, 3 * (head + BATCH)
     for after in (ids[PENDING // 2], ids[-50]):
         yield "FETCH", {**everything, "after": after, **most}, BATCH, 3 * BATCH
+    yield "FETCH", {**everything, **most, **BESIDE}, head + BATCH, 3 * (head + BATCH)
+    yield (
+        "HOLD_BACK",
+        BESIDE | {"after": ids[-101], "until": ids[-1]},
+        BATCH,
+        4 * BATCH + where.failing,
+    )
     yield "FETCH_ALONE", most | {"seq": ids[5], "size": 1}, 1, 0
     yield "HOLD_BACK", {"after": 0, "until": where.reached}, head + BATCH, 4 * (head + BATCH)
     yield "HOLD_BACK", {"after": ids[-101], "until": ids[-1]}, BATCH, 4 * BATCH + where.failing
