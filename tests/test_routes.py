@@ -500,6 +500,7 @@ def test_a_reload_makes_and_ends_a_route(pi: Routed, shop: Receiver) -> None:
         wait_until(lambda: "read again" in running.log())
         pi.order()
         wait_until(lambda receiver=receiver: len(receiver.taken) == 1)  # type: ignore[misc]
+        pi.wait_delivered()  # what is under way when its route ends may go both ways
     running.reload(pi.agent.env())
     pi.order()
     pi.frontend.wait(lambda: len(pi.frontend.entries) == 2)
