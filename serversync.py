@@ -72,6 +72,7 @@ import signal
 import socket
 import ssl
 import stat
+import struct
 import subprocess
 import sys
 import termios
@@ -1427,10 +1428,7 @@ exception when others then null; end $$
 # expression no statistics are kept. By those of few types the planner would sort all, each time.)
 PENDING_ENTRY: Final = "o.processed_at is null and o.entity_type || '' <> all (%(apart)s::text[])"
 PENDING_FILE: Final = "o.processed_at is null and o.entity_type = 'recording_file'"
-# Only what was there when the pass began: what comes later could overtake an older entry of its
-# call that became visible behind the pass. (`open`: transactions that had not ended by then.)
-IN_PASS: Final = """o.id > %(after)s::bigint and o.id <= %(until)s::bigint
-    and o.xmin <> all (%(open)s::xid[])"""
+IN_PASS: Final = "o.id > %(after)s::bigint and o.id <= %(until)s::bigint"
 CALL: Final = "serversync.call_of(o.payload)"
 CALL_ID: Final = "left(coalesce(payload->>'callId', payload->>'call_id'), 1024)"
 FILE_PATH: Final = "left(coalesce(payload->>'filePath', payload->>'file_path'), 4096)"
@@ -1447,8 +1445,8 @@ UNDOES: Final = """(%(travels)s::uuid[] <> '{{}}' and {0}.entity_type = 'recordi
 HAS_ENTRY: Final = """exists (
     select from sync_outbox o
     where o.id = w.outbox_id and o.entity_id = w.entity_id and o.processed_at is null)"""
-READABLE: Final = """
-    o.id not in (select outbox_id from serversync.waiting where code = 'ROW_CORRUPT')"""
+READABLE: Final = """o.id not in (
+    select outbox_id from serversync.waiting where code in ('ROW_CORRUPT', 'SESSION_LOST'))"""
 NO_ROW: Final = "not exists (select from serversync.waiting w where w.outbox_id = o.id)"
 # How long a row has waited. Of the time since it was looked at last ten minutes count at most, of a
 # recording that is not ready one: a clock that was stepped kills nothing, and `once` counts, too.
@@ -1485,7 +1483,7 @@ select serversync.sync_interval(),
        ({LAST}),
        exists (select from serversync.waiting) or %(travels)s::uuid[] <> '{{}}'
            or exists (select from serversync.dead_letters where status = 'RETRYING'),
-       array(select transactionid::text from pg_locks where transactionid is not null)
+       exists (select from pg_locks where relation = {OUTBOX} and mode = 'RowExclusiveLock')
 """
 # Letters whose entry vanished while it was retried; a due time more than an hour ahead (a clock
 # that was wrong); rows that count no more, for their entry is through, gone or another one; then
@@ -1922,7 +1920,7 @@ class Session:
         self.root_id: str | None = None
         self._epoch = ("", 0)  # of this database
         self._identity: dict[str, Any] = {}
-        self._calls: list[object] = []
+        self.called: Callable[[], None] = lambda: None  # by NOTIFY
         self._hints: list[str] = []
 
     def connect(self) -> None:
@@ -1939,7 +1937,7 @@ class Session:
                     prepare_threshold=None,
                     fallback_application_name="serversync",
                 )
-            self.conn.add_notify_handler(self._calls.append)
+            self.conn.add_notify_handler(lambda _: self.called())
             self.run(SESSION)
             if self._identity and self.run(END_PREVIOUS, **self._identity):
                 time.sleep(0.2)  # until its lock is free
@@ -2049,16 +2047,14 @@ class Session:
             self.run(SESSION)  # its limits again
         return hints
 
-    def news(self) -> bool:
-        """Whether somebody called since it was asked last. A session that ended shows: Lost."""
+    def news(self) -> None:
+        """Tells if somebody called. It never waits; a session that was ended shows here (Lost):
+        others send now."""
         with self.session() as conn:
             conn.pgconn.consume_input()
             conn.pgconn.consume_input()  # the end, behind the server's last words
-            while call := conn.pgconn.notifies():
-                self._calls.append(call)
-        called = bool(self._calls)
-        self._calls.clear()
-        return called
+            while conn.pgconn.notifies():
+                self.called()
 
 
 class Store:
@@ -2070,7 +2066,6 @@ class Store:
         self.before: datetime | None = None  # `once` retries what failed before it began
         self.travelling: FileEntry | None = None  # the file under way
         self.apart: list[str] = []  # entity types that do not go with all others
-        self.open: list[str] = []  # transactions whose entries wait for the next pass
         self.unwritten: list[Result] = []
         self._again_at = 0.0
 
@@ -2079,7 +2074,7 @@ class Store:
         skip = [seq for result in self.unwritten for seq in result.seqs]
         files = [self.travelling, *(result.file for result in self.unwritten)]
         travels = [name for each in files if each for name in (each.recording_id, each.call_log_id)]
-        return {"skip": skip, "travels": travels, "apart": self.apart, "open": self.open, "way": ""}
+        return {"skip": skip, "travels": travels, "apart": self.apart, "way": ""}
 
     def first(self, sql: str, **params: Any) -> tuple[Any, ...] | None:
         """Its first row; what is left out now it may name."""
@@ -2322,6 +2317,8 @@ class Wire:
                 sock = socket.create_connection((host, port), limit)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT)
+                # What is given up shall not arrive later: a close is a reset.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 if asked.rate < float("inf"):  # no burst into a buffer
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(asked.rate))
                 if self.tls is not None:
@@ -2988,6 +2985,7 @@ class Delivery(Job):
         super().__init__(agent)
         self.endpoint, self.health = endpoint, agent.health
         self.together: Sequence[Endpoint] = agent.health.frontend  # what answers for this one, too
+        self.lost = deque[int](maxlen=LOST_MAX)  # what was read when sessions ended (0: several)
 
     def succeeded(self, number: int) -> None:
         """It speaks for the frontend, and ends every outage but one that only entries of the other
@@ -3077,6 +3075,20 @@ class Delivery(Job):
         if blamed and self.endpoint.failed_alone(seq) and not self.endpoint.outage:
             self.begin_outage(verdict)
 
+    def read(self, seq: int, fetch: Callable[[], T]) -> T:
+        """Counts the sessions that end meanwhile: it may be the entry that ends them."""
+        if seq and self.lost.count(seq) == LOST_MAX:
+            self.lost.clear()
+            self.agent.failures = 0  # the cause is known
+            reason = "the database session was lost three times while this entry was read"
+            raise EntryTrouble(Fate.WAITS, "SESSION_LOST", reason)
+        try:
+            return fetch()
+        except Lost:
+            self.lost.append(seq)
+            self.careful = CAREFUL
+            raise
+
     def why_unreadable(self, seq: int, error: psycopg.Error) -> Verdict:
         """Raises it, where no entry may be to blame: by bad data, a limit of the program's, of
         memory or time, or a bad disk."""
@@ -3130,13 +3142,12 @@ class Entries(Delivery):
         super().__init__(agent, agent.health.entries)
         self.careful = 0  # so many more
         self.blind = False  # an upload fills the line: nothing is concluded until it is over
-        self.lost = deque[int](maxlen=LOST_MAX)  # what was read when sessions ended (0: several)
 
     def turns(self) -> Steps[None]:
         agent = self.agent
         while True:
             look = self.store.first(LOOK) or ()
-            said, entries, files, lacking, newest, self.store.rows, self.store.open = look
+            said, entries, files, lacking, newest, self.store.rows, crowded = look
             agent.wake(Route)
             if lacking and not agent.housekeeping.lacking:
                 agent.housekeeping.wake()
@@ -3149,7 +3160,7 @@ class Entries(Delivery):
             elif self.endpoint.outage is not None:
                 yield from self._probe(self.endpoint.outage, newest)
             else:
-                yield from self._pass(newest)
+                yield from self._pass(newest, crowded)
             # What the backend's settings say goes first. Half a minute at most: a line that went
             # silent is only noticed by asking, and a table that was rebuilt has lost its trigger.
             valid = said is not None and 0 < said <= 86400
@@ -3159,15 +3170,19 @@ class Entries(Delivery):
             due = outage.due if outage else self.next_retry()[1]
             yield Wait(until if self.blind else min(until, due))
 
-    def _pass(self, until: int) -> Steps[None]:
-        """From the lowest id on: lower ids may appear late. What comes during it waits."""
+    def _pass(self, until: int, crowded: bool) -> Steps[None]:
+        """From the lowest id on: lower ids may appear late. What comes during it waits: it could
+        overtake an older one of its call. `crowded`: somebody was writing as it began. What he
+        committed behind it goes first: all from the lowest id again."""
         after, number = 0, 0
         while not self._stopped():
             if number % PLANS_LAST == 0:
                 self.store.run(NEW_PLANS)
             number += 1
             batch = self._fetch(after, until)
-            if batch is None:
+            late = crowded and self.store.value(NEXT_ID, after=0, until=after)
+            if batch is None or late:
+                after = 0 if late else after
                 yield AT_ONCE
                 continue
             if not batch.seqs:
@@ -3207,18 +3222,12 @@ class Entries(Delivery):
     def _read(self, fetch: Callable[[], Batch], seq: int = 0) -> Batch | None:
         """Several entries, or one by its seq. None: one cannot be read, or sent: that was noted, or
         of several it is looked for."""
-        if seq and self.lost.count(seq) == LOST_MAX:
-            reason = "the database session was lost three times while this entry was read"
-            self.failed(seq, Verdict(Fate.WAITS, "SESSION_LOST", reason))
-            self.lost.clear()
-            self.careful = self.agent.failures = 0  # the cause is known
-            return None
         try:
-            batch = fetch()
-        except Lost:
-            self.lost.append(seq)
-            self.careful = CAREFUL
-            raise
+            batch = self.read(seq, fetch)
+        except EntryTrouble as trouble:
+            self.failed(seq, trouble.verdict)
+            self.careful = 0
+            return None
         except psycopg.Error as error:
             verdict = self.why_unreadable(seq, error)
             if seq:
@@ -3305,7 +3314,8 @@ class Entries(Delivery):
             return
         self.endpoint.seen = newest
         try:
-            seq = self.store.value(NEWEST_FREE) or self.next_retry()[0]
+            seq = 0 if self.careful else self.read(0, partial(self.store.value, NEWEST_FREE))
+            seq = seq or self.next_retry()[0]
         except psycopg.Error as error:  # one of them cannot be read
             self.why_unreadable(0, error)
             seq = 0
@@ -3356,14 +3366,15 @@ class Single(Delivery):
         now = time.monotonic()
         if self.reached and (due > now or self.endpoint.outage):
             way = self.endpoint.way
-            if new := self.store.value(NEXT_ID, after=0, until=self.reached, way=way, open=[]):
+            if new := self.store.value(NEXT_ID, after=0, until=self.reached, way=way):
                 return new, now
         return (seq, now) if due <= now else (0, due)
 
     def _deliver(self, seq: int) -> Steps[None]:
         began, tries, verdict = time.monotonic(), 0, None
         try:
-            row = self.store.first(self.statement, seq=seq, most=self.agent.config.entry_max_bytes)
+            most = self.agent.config.entry_max_bytes
+            row = self.read(seq, partial(self.store.first, self.statement, seq=seq, most=most))
             if row is None:  # somebody took it away: its row must not come up again
                 self.store.run(FREE, seq=seq)
                 return
@@ -3829,6 +3840,7 @@ class Agent:
     ) -> None:  # fmt: skip
         self.config, self.process, self.once = config, process, once
         self.session = Session(config.database_url, config.device_id, process)
+        self.session.called = self.called
         self.store = Store(self.session)
         self.frontend = Frontend(config, process)
         self.recordings = Recordings(config.recordings_dir)
@@ -3888,8 +3900,7 @@ class Agent:
                         stirred = self.store.changed = False
                         if self.once:
                             return
-                        if self.session.news():  # it came with the answer to that
-                            self.entries.wake()
+                        self.session.news()  # it came with the answer to that
                 ready = self.rest(resume_at)
             except Exception as error:
                 enough = self.once and (self.failures >= 5 or not isinstance(error, Lost))
@@ -3931,7 +3942,8 @@ class Agent:
 
     def turn(self, ready: Container[int] = ()) -> bool:
         """A turn for each job, after what was confirmed is written down. Whether one had work."""
-        stirred, called = False, self.session.news()  # whose session ended sends nothing more
+        stirred = False
+        self.session.news()  # whose session ended sends nothing more
         for job in self.jobs:
             self.process.check()
             self.store.settle()
@@ -3946,10 +3958,12 @@ class Agent:
                 stirred = True
                 job.failures += 1  # by an error of its own: the other jobs go on
                 job.wait = Wait(time.monotonic() + backoff(min(job.failures, 5), 1.0))
-        if self.session.news() or called:  # what came with a statement's answer wakes no poll
-            self.entries.wake()
-            self.wake(Route)
+        self.session.news()  # what came with a statement's answer wakes no poll
         return stirred
+
+    def called(self) -> None:
+        self.entries.wake()
+        self.wake(Route)
 
     def idle(self) -> bool:
         now = time.monotonic()
@@ -4051,6 +4065,7 @@ class Agent:
             while (busy := [job for job in busy if job.under_way]) and time.monotonic() < until:
                 due = min(until, *(job.wait.until for job in busy))
                 self.process.wait(due, [(job.wait.fd, job.wait.events) for job in busy])
+                self.session.news()  # whose session ended sends nothing more
                 for job in busy:
                     job.step(float("inf"), ())
 

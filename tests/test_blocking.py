@@ -283,18 +283,20 @@ def test_a_corrupt_row_that_is_met_in_an_outage_holds_nothing_after_it(scene: Sc
     scene.arrives(10)
 
 
-# The way the agent writes a recording out ends the session of whoever does it for this one.
+# What the agent asks of a recording, or a payload, ends the session of whoever asks it of this one.
 DEADLY = """
-    alter function serversync.uploaded rename to plain_uploaded;
+    alter function serversync.{name} rename to plain_{name};
     create sequence deaths;
-    create function serversync.uploaded(recording uuid) returns jsonb language plpgsql as $$
+    create function serversync.{name}({type}) returns {returns} language plpgsql as $$
     begin
-        if recording = '{entity}' then
+        if $1::text like '%{of}%' then
             perform nextval('deaths'), pg_terminate_backend(pg_backend_pid()), pg_sleep(60);
         end if;
-        return serversync.plain_uploaded(recording);
+        return serversync.plain_{name}($1);
     end $$
 """
+UPLOADED = {"name": "uploaded", "type": "uuid", "returns": "jsonb"}
+CALL_OF = {"name": "call_of", "type": "jsonb", "returns": "uuid"}
 HARMLESS = """drop function serversync.uploaded;
     alter function serversync.plain_uploaded rename to uploaded"""
 
@@ -305,7 +307,7 @@ def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scen
     calls = [scene.call()]
     bad = scene.backend.enqueue("recording")
     calls.append(scene.call())
-    db.execute(DEADLY.format(entity=entity_of(db, bad)))
+    db.execute(DEADLY.format(of=entity_of(db, bad), **UPLOADED))
     scene.once(code=75, timeout=120)
     scene.arrive(calls, 1)
     assert db.pending() == [bad]
@@ -324,6 +326,37 @@ def test_an_entry_that_ends_the_database_session_is_found_and_the_rest_goes(scen
     running.hup()
     scene.all_through(20)
     assert not dead(db)
+
+
+def test_an_entry_that_ends_the_session_of_whoever_probes_an_outage_does_not_prolong_it(
+    scene: Scene,
+) -> None:
+    scene.once()
+    scene.db.execute(DEADLY.format(of="deadly", **CALL_OF))
+    scene.refuse_all(Reply(502, {}, HTML))
+    running = scene.agent()
+    calls = [scene.call()]
+    running.wait_log("outage")
+    scene.backend.enqueue("schedule", {"name": "deadly"})
+    scene.cure()
+    calls.append(scene.call())
+    scene.arrive(calls, 20)
+    assert scene.db.value("select last_value from deaths") <= 4
+
+
+def test_a_recording_whose_entry_ends_the_session_keeps_no_other_from_its_turn(
+    scene: Scene,
+) -> None:
+    scene.once()
+    bad = scene.backend.end_call(seconds=0.01, meta=False)
+    scene.once(code=75)
+    scene.db.execute(DEADLY.format(of=bad.recording_id, **UPLOADED))
+    scene.agent()
+    for _ in range(2):
+        let_hours_pass(scene.db)
+        scene.arrives(20)
+    seq = bad.seq("recording_file")
+    wait_until(lambda: waiting(scene.db)[seq]["code"] == "SESSION_LOST", 60, "the cause")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Order where order matters: of an entity, of a call's own entry, of a file after its metadata."""
 
+import contextlib
 import threading
 import uuid
 
@@ -8,6 +9,7 @@ import pytest
 from frontend import Reply, Request
 from ledger import hold, let_hours_pass, waiting
 from pi import Pi
+from proxy import Proxy
 from waiting import wait_until
 
 BOOM = Reply(500, {}, {"error": "boom"})
@@ -207,9 +209,9 @@ def test_a_recording_sent_again_after_its_upload_still_carries_the_url(
 
 
 @pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", ["", "plain", "savepoints"])
 def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_later_one(
-    pi: Pi, failing: bool, together: bool
+    pi: Pi, failing: bool, together: str
 ) -> None:
     """Also where another entry waits: then the pass writes down what it passed over. Together: of
     one transaction, with ids of another one between them, as of two calls that end at once."""
@@ -220,12 +222,16 @@ def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_lat
         pi.backend.enqueue(entity_id=bad)
         pi.frontend.poison[bad] = BOOM
     late = pi.db.connect(autocommit=False)
-    first = pi.backend.enqueue("recording", {"text": "old"}, recording, connection=late)
+    late.execute("select pg_current_xact_id()")
+    nested = late.transaction if together == "savepoints" else contextlib.nullcontext
+    with nested():
+        first = pi.backend.enqueue("recording", {"text": "old"}, recording, connection=late)
     for _ in range(3):
         pi.backend.enqueue()
     newer, last = ("recording", {"text": "new"}, recording), list[int]()
     if together:
-        last.append(pi.backend.enqueue(*newer, connection=late))
+        with nested():
+            last.append(pi.backend.enqueue(*newer, connection=late))
         pi.backend.enqueue()
 
     def commit_behind_the_pass(request: Request) -> None:
@@ -240,3 +246,27 @@ def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_lat
     order = pi.frontend.seqs()
     assert order.index(first) < order.index(last[0])
     assert pi.frontend.store[recording]["payload"]["text"] == "new"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_request_that_was_given_up_does_not_arrive_after_the_upload(pi: Pi, killed: bool) -> None:
+    """On a line that is gone for a while the kernel holds the rest of it, whoever closed it."""
+    with Proxy("127.0.0.1", pi.frontend.port, buffer=4096) as line:
+        way = {"FRONTEND_BASE_URL": f"http://127.0.0.1:{line.port}"}
+        first = pi.agent(SYNC_TIMEOUT_SEC=60 if killed else 1, **way)
+        pi.wait_entry(pi.backend.enqueue())
+        line.silence_open()
+        with pi.db.connect(autocommit=False) as connection:
+            pi.backend.enqueue("schedule", {"text": "x" * 100_000}, connection=connection)
+            call = pi.backend.end_call(seconds=0.01, connection=connection)
+        wait_until(lambda: line.held_back, what="the beginning of a request")
+        if killed:
+            first.kill()
+            pi.agent(**way)
+        pi.wait_file(call, timeout=40)
+        pi.wait_delivered(40)
+        before = len(pi.frontend.of_kind("entries"))
+        line.resume()
+        pi.frontend.wait(lambda: len(pi.frontend.of_kind("entries")) > before, what="its rest")
+        pi.frontend.wait(lambda: all(request.finished for request in pi.frontend.requests))
+        assert pi.frontend.playable(call.recording_id)

@@ -223,6 +223,27 @@ def test_sender_that_lost_its_lock_sends_nothing_more_and_its_result_turns_no_st
     wait_until(lambda: len(receipts(pi.db)) == 3, what="one receipt of each request")
 
 
+def test_sender_that_was_frozen_in_the_middle_of_a_body_and_is_told_to_stop_sends_nothing_more(
+    pi: Pi, proxy: Proxy
+) -> None:
+    first, _ = start_pair(pi.agent, DATABASE_URL=pi.db.url_through(proxy.port))
+    pi.frontend.read_rate = 100_000
+    large = "update sync_outbox set payload = payload || jsonb_build_object('text', %s::text)"
+    with pi.db.connect(autocommit=False) as connection:
+        call = pi.backend.end_call(seconds=0.01, connection=connection)
+        connection.execute(f"{large} where entity_type = 'recording'", ("x" * 7_500_000,))
+    pi.frontend.wait(lambda: pi.frontend.of_kind("entries")[-1].received > 10_000)
+    first.signal(signal.SIGSTOP)
+    take_over(pi.db, proxy)
+    pi.frontend.read_rate = None
+    assert_delivered(pi, call)
+    first.signal(signal.SIGTERM)
+    first.signal(signal.SIGCONT)
+    first.wait()
+    pi.frontend.wait(lambda: all(request.finished for request in pi.frontend.requests))
+    assert pi.frontend.playable(call.recording_id)
+
+
 # -- a connection that is half-open --------------------------------------------------------------
 
 

@@ -648,6 +648,20 @@ def test_a_result_that_cannot_be_recorded_is_kept_and_nothing_is_sent_before_it_
     assert not failures(pi.db)
 
 
+def test_who_calls_while_a_result_cannot_be_recorded_is_heard(pi: Pi) -> None:
+    running = pi.idle()
+    pi.db.execute(FULL_DISK)
+    pi.backend.enqueue()
+    running.wait_log("a result cannot be recorded, nothing else is sent")
+    last = pi.backend.enqueue()
+    tries = "select last_value from tries_to_record"
+    before = pi.db.value(tries)
+    wait_until(lambda: pi.db.value(tries) >= before + 2, what="more tries to record it", timeout=60)
+    pi.db.execute("drop trigger full_disk on serversync.deliveries")
+    wait_until(lambda: pi.db.pending() in ([last], []), what="the result", timeout=40)
+    pi.wait_entry(last, timeout=10)  # the next look without a call is half a minute later
+
+
 # Each confirmation ends the session that records it, at the first try.
 DEADLY = """
     create sequence tries_to_record;

@@ -55,11 +55,12 @@ class Clock:
 class Connection(Session):
     """It holds the lock, and tells of what came."""
 
-    called = False
+    heard = True
 
-    def news(self) -> bool:
-        called, self.called = self.called, False
-        return called
+    def news(self) -> None:
+        if not self.heard:
+            self.heard = True
+            self.called()
 
 
 class Outbox(Store):
@@ -239,6 +240,7 @@ class Box(serversync.Agent):
         self.born = {entry.seq: entry for entry in self.coming}
         self.clock, self.connection = clock, Connection("", "", PROCESS)
         self.session, self.session.locked = self.connection, True
+        self.session.called = self.called
         self.store = self.outbox = Outbox(self.session, clock)
         self.frontend = self.line = Frontend(answers, clock)
         self.entries = serversync.Entries(self)
@@ -248,7 +250,7 @@ class Box(serversync.Agent):
         while self.clock.now < until:
             while self.coming and self.coming[-1].at <= self.clock.now:
                 self.outbox.insert(self.coming.pop())
-                self.connection.called = True
+                self.connection.heard = False
             self.turn()
             rest = min(until, self.entries.wait.until, *(each.at for each in self.coming[-1:]))
             self.clock.now = max(self.clock.now, rest)

@@ -181,7 +181,7 @@ class Box(virtual.Box):
         for seq, kind in zip((own, *itertools.islice(self.seq, 3)), CALL, strict=True):
             call = f"{own}" if seq > own else None
             self.outbox.insert(Entry(self.clock.now, seq, kind, f"{seq}", call))
-        self.connection.called = True
+        self.connection.heard = False
 
     def fail_for_hours(self, begun: float) -> None:
         """As after hours of an outage: each call's own entry was a probe, again and again, and the

@@ -162,8 +162,8 @@ MUTANTS = [
     ),
     Mutant(
         "what is committed during a pass goes in it",
-        "\n    and o.xmin <> all (%(open)s::xid[])",
-        "",
+        "late = crowded and ",
+        "late = False and ",
         tests=("tests/test_order.py",),
     ),
     Mutant(
@@ -455,9 +455,21 @@ MUTANTS = [
     ),
     Mutant(
         "who was frozen sends on, and looks at its session afterwards",
-        "stirred, called = False, self.session.news()",
-        "stirred, called = False, False",
+        "        stirred = False\n        self.session.news()",
+        "        stirred = False",
         (SENDERS,),
+    ),
+    Mutant(
+        "who was frozen, and is told to stop, sends the rest",
+        "                self.session.news()  # whose",
+        "                # whose",
+        (SENDERS,),
+    ),
+    Mutant(
+        "what is given up arrives when the line is back",
+        'sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))',
+        "",
+        ("tests/test_order.py",),
     ),
     Mutant(
         "two agents send",
