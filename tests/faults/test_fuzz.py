@@ -457,8 +457,10 @@ def test_a_second_answer_sent_along_is_never_taken_for_that_to_the_next_request(
     def in_two() -> Iterator[bytes]:
         yield first
         understood_one.wait(20)
-        yield yes
-        whole.set()  # what was sent on the loopback device has arrived
+        try:
+            yield yes
+        finally:  # what was sent on the loopback device has arrived, or the connection was reset
+            whole.set()
 
     for answer in (first + yes, in_two()):
         verdict, _ = client.send(door, Raw(answer, "keep"))
