@@ -5,6 +5,7 @@ saves is the import: most of the work of a start, of which a run of all tests ha
 """
 
 import atexit
+import contextlib
 import json
 import os
 import resource
@@ -137,7 +138,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
