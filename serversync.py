@@ -1661,6 +1661,9 @@ from (select {FILE_PATH} as path, {CALL_ID} as call, true as pending
       union all
       select {FILE_PATH}, {CALL_ID}, false from serversync.dead_letters
       where original_topic = 'recording_file' and status <> 'RESOLVED'
+      union all  -- it may be this directory
+      select null, %(directory)s, false from serversync.waiting
+      where is_file and code in ('ROW_CORRUPT', 'SESSION_LOST')
       union all
       select null, directory, false from serversync.uploads where outbox_id <> %(seq)s) rival
 where position(%(directory)s in coalesce(path, '')) > 0 or call = %(directory)s
@@ -3159,7 +3162,7 @@ class Entries(Delivery):
                 agent.passed(newest if files else 0)
             elif self.endpoint.outage is not None:
                 yield from self._probe(self.endpoint.outage, newest)
-            else:
+            elif time.monotonic() >= self.health.quiet_until:
                 yield from self._pass(newest, crowded)
             # What the backend's settings say goes first. Half a minute at most: a line that went
             # silent is only noticed by asking, and a table that was rebuilt has lost its trigger.
@@ -3167,7 +3170,7 @@ class Entries(Delivery):
             interval = max(said, 0.1) if valid else agent.config.poll_interval_sec
             until = time.monotonic() + min(interval, 30.0)
             outage = self.endpoint.outage
-            due = outage.due if outage else self.next_retry()[1]
+            due = outage.due if outage else max(self.next_retry()[1], self.health.quiet_until)
             yield Wait(until if self.blind else min(until, due))
 
     def _pass(self, until: int, crowded: bool) -> Steps[None]:
@@ -3190,11 +3193,14 @@ class Entries(Delivery):
                 yield from self._retry()
                 return
             verdict = yield from self._deliver(batch)
+            if verdict.fate is Fate.OUTAGE or self.blind:
+                return  # it has no row, whoever ends the outage meanwhile
             if verdict.fate is Fate.SENT or len(batch.seqs) == 1:
                 after = batch.seqs[-1]
             del batch  # the next one's body is not beside it
             yield AT_ONCE
-            yield from self._retry()
+            if not (crowded and self.store.value(NEXT_ID, after=0, until=after)):
+                yield from self._retry()
 
     def _stopped(self) -> bool:
         return self.endpoint.outage is not None or self.blind
@@ -3206,6 +3212,7 @@ class Entries(Delivery):
         self.careful -= 1
         seq = self.store.value(NEXT_ID, after=after, until=until)
         if not seq:
+            self.careful = 0  # all of them were read
             return Batch([], 0, b"", "")
         batch = self._read(partial(self._fetch_in_order, seq - 1, seq, 1), seq)
         return batch if batch and batch.seqs else None  # it depends on another: it has its row now
@@ -3314,8 +3321,8 @@ class Entries(Delivery):
             return
         self.endpoint.seen = newest
         try:
-            seq = 0 if self.careful else self.read(0, partial(self.store.value, NEWEST_FREE))
-            seq = seq or self.next_retry()[0]
+            fresh = partial(self.store.value, NEWEST_FREE)
+            seq = 0 if self.careful else self.read(0, fresh) or self.next_retry()[0]
         except psycopg.Error as error:  # one of them cannot be read
             self.why_unreadable(0, error)
             seq = 0

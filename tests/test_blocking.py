@@ -5,6 +5,7 @@ The bounds are those of a person who waits for a call, on a machine that is busy
 
 import os
 import time
+import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,27 @@ def test_an_entry_that_ends_the_session_of_whoever_probes_an_outage_does_not_pro
     calls.append(scene.call())
     scene.arrive(calls, 20)
     assert scene.db.value("select last_value from deaths") <= 4
+
+
+def test_a_session_that_ended_once_in_an_outage_does_not_prolong_it(scene: Scene) -> None:
+    """Also where a retry is due that fails each time."""
+    scene.once()
+    bad = scene.poison(1)
+    poisoned = scene.frontend.on_entries
+    running = scene.agent()
+    scene.retried(bad, 1)
+    scene.refuse_all(Reply(502, {}, HTML))
+    running.wait_log("outage", 90)
+    entity = str(uuid.uuid4())
+    once = DEADLY.format(of=entity, **UPLOADED)
+    once = once.replace("then", "and nextval('public.deaths') = 1 then", 1)
+    with scene.db.connect(autocommit=False) as connection:
+        connection.execute(once)
+        scene.backend.enqueue("recording", None, entity, connection=connection)
+    wait_until(lambda: scene.db.value("select is_called from deaths"), 60, "the loss of a session")
+    scene.frontend.on_entries, scene.frontend.on_file = poisoned, None
+    scene.backend.enqueue()
+    scene.only_pending(bad, 20)
 
 
 def test_a_recording_whose_entry_ends_the_session_keeps_no_other_from_its_turn(

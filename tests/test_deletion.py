@@ -171,6 +171,21 @@ def test_a_second_recording_of_the_directory_that_grew_after_its_upload_stays(pi
     assert_trash_is_empty(pi.backend)
 
 
+@pytest.mark.parametrize("code", ["ROW_CORRUPT", "SESSION_LOST"])
+def test_where_an_entry_cannot_be_read_no_file_goes_that_may_be_its_own(pi: Pi, code: str) -> None:
+    pi.once()
+    first = pi.backend.end_call(call_id="again..", seconds=0.01)
+    second = pi.backend.end_call(call_id="again..", seconds=0.01, name="second.wav")
+    pi.db.execute(
+        "insert into serversync.waiting (outbox_id, entity_id, entity_type, is_file, code, reason,"
+        " next_attempt_at) select id, entity_id, entity_type, true, %s, '', now() + '50 min'"
+        " from sync_outbox where id = %s",
+        (code, second.seq("recording_file")),
+    )
+    pi.once(code=75, SYNC_EXTRA_FILES="delete")
+    assert not first.wav.exists() and second.wav.exists()
+
+
 def test_a_call_id_used_twice_keeps_its_files_until_the_last_one_is_through(pi: Pi) -> None:
     first = pi.backend.end_call(call_id="again..", seconds=0.1)
     # A prefix of its name, and the same name elsewhere, are other directories.

@@ -229,3 +229,24 @@ def test_a_frontend_that_refuses_the_empty_request_gets_everything_all_the_same(
     box = simulate(lambda now, sent: answers(now, sent) if sent else BROKEN,
                    poison(1) + calls(360, 240), DAY)  # fmt: skip
     assert max(box.delays()) <= 10
+
+
+def test_a_pass_does_not_go_on_behind_what_failed_when_an_upload_ends_the_outage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(serversync, "time", clock)
+    monkeypatch.setattr(serversync.log, "disabled", True)
+    answer = Answer(trouble=serversync.Trouble.UNREACHABLE)
+    entries = [Entry(0.0, 1, "call_log", "c"), Entry(0.0, 2, "event", "e", "c")]
+    box = Box(clock, lambda *_: answer, entries)
+    box.health.entries.size = 1
+    for entry in entries:
+        box.outbox.insert(entry)
+    while not box.entries.endpoint.outage:
+        box.turn()
+    answer = STORED
+    box.files.succeeded(1)
+    for _ in range(20):
+        box.turn()
+    assert list(box.outbox.sent_at) == [1, 2]

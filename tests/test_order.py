@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 import uuid
 
 import pytest
@@ -246,6 +247,75 @@ def test_an_entry_that_becomes_visible_behind_the_pass_is_not_overtaken_by_a_lat
     order = pi.frontend.seqs()
     assert order.index(first) < order.index(last[0])
     assert pi.frontend.store[recording]["payload"]["text"] == "new"
+
+
+def test_who_begins_to_write_during_a_pass_is_not_overtaken_by_what_comes_behind_it(pi: Pi) -> None:
+    entity, late, last = str(uuid.uuid4()), pi.db.connect(autocommit=False), list[int]()
+    first = pi.backend.enqueue()
+
+    def write(request: Request) -> None:
+        if seqs(request) == [first]:
+            last.append(pi.backend.enqueue("recording", {"text": "old"}, entity, connection=late))
+            last.append(pi.backend.enqueue())
+            last.append(pi.backend.enqueue("recording", {"text": "new"}, entity, connection=late))
+        elif seqs(request) == last[1:2]:
+            late.commit()
+
+    pi.frontend.on_entries = write
+    pi.backend.enqueue()
+    with late:
+        pi.agent(SYNC_BATCH_SIZE=1)
+        pi.frontend.wait(lambda: len(pi.frontend.received(entity)) == 2)
+    assert pi.frontend.store[entity]["payload"]["text"] == "new"
+
+
+def test_a_retry_does_not_overtake_what_became_visible_behind_the_pass(pi: Pi) -> None:
+    pi.idle()
+    entity, late = str(uuid.uuid4()), pi.db.connect(autocommit=False)
+    old = pi.backend.enqueue("recording", {"text": "old"}, entity, connection=late)
+    pi.frontend.poison[entity] = BOOM
+    new = pi.backend.enqueue("recording", {"text": "new"}, entity)
+    wait_until(lambda: new in waiting(pi.db), what="its row")
+    hold(pi.db)
+    filler: list[int] = []
+
+    def commit(request: Request) -> None:
+        if filler == seqs(request):
+            let_hours_pass(pi.db)
+            late.commit()
+            pi.frontend.poison.clear()
+
+    pi.frontend.on_entries = commit
+    with late, pi.db.connect(autocommit=False) as connection:
+        filler.append(pi.backend.enqueue(connection=connection))
+        connection.commit()
+        pi.wait_entry(old, new)
+    assert pi.frontend.store[entity]["payload"]["text"] == "new"
+
+
+def test_a_file_does_not_go_before_what_came_to_light_behind_the_pass(pi: Pi) -> None:
+    """The other upload ends while the entries are under way."""
+    pi.idle()
+    late, go = pi.db.connect(autocommit=False), threading.Event()
+
+    def commit(_: Request) -> None:
+        if not go.is_set():
+            late.commit()
+            go.wait(20)
+
+    def slow(request: Request) -> None:
+        if call.seqs[0] in seqs(request):
+            go.set()
+            time.sleep(1.5)
+
+    pi.frontend.on_file, pi.frontend.on_entries = commit, slow
+    with late:
+        call = pi.backend.end_call(seconds=0.01, connection=late)
+        pi.backend.end_call(seconds=0.01)
+        pi.wait_file(call)
+    log = [name for _, *names in pi.frontend.log for name in names]
+    assert log.index(call.seqs[0]) < log.index(call.recording_id)
+    assert pi.frontend.playable(call.recording_id)
 
 
 @pytest.mark.parametrize("killed", [False, True])

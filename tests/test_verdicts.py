@@ -275,6 +275,8 @@ def test_nothing_at_all_is_sent_before_the_pause_has_passed_that_was_asked_for(
     pi.frontend.on_entries = pi.frontend.on_file = hook
     running = pi.agent()
     running.wait_log("outage, nothing is lost: the frontend asks for a pause")
+    pi.db.execute("notify serversync")
+    time.sleep(0.5)  # it looks: perhaps there is not an entry
     pi.backend.enqueue()
     second = pi.backend.end_call(seconds=0.01)
     running.wait_log("recovered")

@@ -152,6 +152,7 @@ MUTANTS = [
         "        if entry.early:\n",
         "        if False:\n",
         story="a call that becomes visible behind the pass",
+        tests=("tests/test_order.py",),
     ),
     Mutant(
         "a pass has no end",
