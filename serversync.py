@@ -173,14 +173,16 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 
 def _database(value: str) -> str:
+    url = re.match(r"(?s)postgres(?:ql)?://(?:(.*)@)?", value)
+    if url and set("/?@") & set(url[1] or ""):
+        # libpq would take a piece of the password for a host, a port or a name, and show it.
+        raise ValueError("must have each @ / ? of a password or a value written as %40 %2F %3F")
     try:
         conninfo_to_dict(value)
     except psycopg.Error:
-        url, _, query = value.partition("?")
         known = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
-        # With an @ in it, it may be a piece of a password.
-        odd = {name for name, _ in parse_qsl(query)} - known if "@" not in query else ()
-        why = f"; libpq has no parameter {', '.join(sorted(odd))}" if odd and "://" in url else ""
+        odd = {name for name, _ in parse_qsl(value.partition("?")[2])} - known
+        why = f"; libpq has no parameter {', '.join(sorted(odd))}" if odd and url else ""
         raise ValueError(f"must be a libpq URL such as postgresql:///voicebot{why}") from None
     return value
 
@@ -254,10 +256,8 @@ class Config:
     frontend_sync_interval_sec: float = _row("60", _day, "between settings pulls; 0: none")
     local_numbers: str = _row("keep", _choice("keep", "replace"), "numbers that never had a group")
     announcement_audio_dir: str = _row(_AUDIO, _local, "where announcements' audio goes")
-    notification_queue_file: str = _row(
-        "", _local, "where the backend announces calls that come in"
-    )
-    notify_max_age_sec: float = _row("120", _day, "an older announcement is dropped")
+    notification_queue_file: str = _row("", _local, "where the backend announces incoming calls")
+    notify_max_age_sec: float = _row("120", _number(1, 86400), "an older announcement is dropped")
     routes: Mapping[str, str] = _row(
         "", _url, "entries of this type go to this URL instead", _OF_TYPE
     )
@@ -472,6 +472,12 @@ class Answer:
         except (ValueError, RecursionError):
             return None
         return said if isinstance(said, dict) else None
+
+    @property
+    def length(self) -> str:
+        """What it says of the length of a page that is there, in digits."""
+        length = self.headers.get("content-length", "")
+        return length if self.status == 200 and length.isdigit() else ""
 
 
 @dataclass(frozen=True)
@@ -986,13 +992,10 @@ def confirm_upload(answer: Answer, key: str, size: int, now: float = 0.0) -> tup
 
 def confirm_length(look: Answer, size: int) -> Verdict:
     """What a HEAD says of an upload, where it can be trusted."""
-    length = look.headers.get("content-length", "")
-    told = look.status == 200 and length.isdigit()
-    if told and length == str(size):
+    if look.length == str(size):
         return _sent(look)
-    if told or look.status == 404:
-        has = length if told else "none"
-        found = f"SYNC_VERIFY_PATH says that it has {has} of {size} bytes"
+    if look.length or look.status == 404:
+        found = f"SYNC_VERIFY_PATH says that it has {look.length or 'none'} of {size} bytes"
         reason = f"stored, but not as it was sent: {found}"
         return Verdict(Fate.SUSPECT, "BAD_RESPONSE", reason, look.status)
     detail = look.detail or "SYNC_VERIFY_PATH does not tell what it has"
@@ -1042,7 +1045,7 @@ class Endpoint:
         ended, self.outage = self.outage, None
         self.failing.clear()
         self.hasty = False
-        if number >= self.size:
+        if ended is None and number >= self.size:
             grown = self.size + max(1, self.size // 10) if self.gentle else 2 * number
             self.size = min(self.most, grown)
         return ended
@@ -1632,6 +1635,10 @@ select o.id, coalesce(o.call::text, ''), coalesce(o.recording::text, ''), o.file
 from file o
 left join serversync.waiting w on w.outbox_id = o.id and w.entity_id = o.entity_id
 """
+LAST_UPLOAD: Final = """
+select call_id::text, entity_id::text from serversync.deliveries
+where call_id is not null order by id desc limit 1
+"""
 # An entry that goes elsewhere, and the earlier one of its entity's that must be through before.
 # What is stored is compressed: the text has the limit, too.
 READ_ORDER: Final = """
@@ -1847,6 +1854,7 @@ with old as (
     delete from serversync.deliveries where id in (
         select id from serversync.deliveries
         where started_at < (select age from old)
+          and started_at < (select max(started_at) from serversync.deliveries)  -- the last success
           and not exists (select from rows)  -- they tell where the old rows end
         order by id limit 1000)
     returning 1
@@ -1866,7 +1874,7 @@ select (select count(*) from rows), (select count(*) from receipts),
 
 DB_DEADLINE: Final = 20.0  # above statement_timeout: the server's own words are better than ours
 INDEX_DEADLINE: Final = 600.0
-CORRUPT: Final = ("XX000", "XX001", "XX002")
+CORRUPT: Final = ("XX000", "XX001", "XX002", "58030", "58P01")  # a bad sector, a lost file
 LOCKED: Final = ("55P03", "57014")  # somebody holds a row: later
 RESULTS_ASIDE: Final = 8  # so many may wait for a lock, before nothing else is sent
 BODY_FRAME: Final = b'{"entries":[]}'  # the empty request, and what stands around the entries
@@ -2188,6 +2196,7 @@ class Store:
 # answer. Decides nothing, follows nothing.
 # ==================================================================================================
 
+SYNC: Final = "/api/ingest/sync"  # entries; an empty list asks whether the frontend lives
 ANSWER_MAX: Final = 64 * 1024
 HEAD_MAX: Final = 16 * 1024
 IDLE_MAX: Final = 4.0  # frontends close a kept-alive connection after 5 s of idleness
@@ -2297,7 +2306,8 @@ class Wire:
         kept = self.sock is not None
         answer = yield from Exchange(self, asked).run()
         if kept and answer.trouble is Trouble.RESET:
-            answer = yield from Exchange(self, asked).run()
+            begun, again = self.sent, (yield from Exchange(self, asked).run())
+            answer = answer if begun and again.trouble is Trouble.UNREACHABLE else again  # by this?
         return answer
 
     def head(self, asked: Outgoing) -> bytes:
@@ -2451,7 +2461,8 @@ class Exchange:
 
     def _answer(self, sock: socket.socket, source: Source) -> Steps[Answer]:
         """Reads it, in turns with all others."""
-        until = self.started + self.asked.most
+        patience = float("inf") if self.asked.sink else self.wire.patience
+        until = min(self.started + self.asked.most, time.monotonic() + patience)
         source.until = min(time.monotonic() + READ_SEC, until)
         response = http.client.HTTPResponse(source, method=self.asked.method)  # type: ignore[arg-type]
         response.begin()
@@ -2505,18 +2516,14 @@ class Frontend:
 
     def __init__(self, config: Config, process: Process) -> None:
         self.config = config
-        self.entries, self.settings = Wire(config, process), Wire(config, process)
+        self.entries, self.settings, self.calls = (Wire(config, process) for _ in range(3))
         # Each upload has a connection of its own: a stray second answer on a kept one would
         # confirm the next recording.
         self.files = Wire(config, process, keep=False)
-        self.calls = Wire(config, process)
+        self.calls_refused: Sequence[tuple[str, str]] = ()  # why, as the last of them was
         self.routes = {route: Wire(config, process, to=route) for route in config.routes}
         # Whether HEAD tells what was stored; None: not known yet.
         self.trusted = None if config.verify_path else False
-
-    def post(self, body: bytes, key: str, most: float, wire: Wire | None = None) -> Steps[Answer]:
-        """Entries; an empty list asks whether the frontend lives."""
-        return (wire or self.entries).post("/api/ingest/sync", body, key, most)
 
     def upload(self, entry: FileEntry, ready: Ready, rate: float) -> Steps[Answer]:
         """A recording, `rate` bytes a second at most (0: no limit)."""
@@ -2959,9 +2966,11 @@ class Voice:
         ]
         told = [*now, *(each for job in self.agent.jobs for each in job.told())]
         told += [("person", f"the old configuration stays: {self.mistake}")] if self.mistake else []
+        if locked := sum(each.locked for each in self.agent.store.unwritten):
+            text = f"{count(locked, 'result')} cannot be written down: somebody holds a lock"
+            told.append(("outage" if self.agent.store.stuck else "waiting", text))
         state = {"told": [(kind, clean(text)) for kind, text in told], "outages": outages}
-        state |= {"standby": ("waiting", STANDBY) in now}
-        state |= {"listening": self.agent.session.locked}
+        state |= {"standby": ("waiting", STANDBY) in now, "listening": self.agent.session.locked}
         state |= {"progress": None, "inflight": self.inflight}
         for job in self.agent.jobs:
             state |= job.published()
@@ -3036,7 +3045,7 @@ class Delivery(Job):
         frontend, health, key = self.agent.frontend, self.health, uuid.uuid4().hex
         # On a wire of its own: a request of entries may be under way while a file fails.
         wire = frontend.files if self.endpoint is health.files else frontend.entries
-        answer = yield from frontend.post(BODY_FRAME, key, most, wire)
+        answer = yield from wire.post(SYNC, BODY_FRAME, key, most)
         verdict, _ = confirm_entries(answer, key, [], time.time())
         if verdict.fate not in ALIVE:
             return verdict
@@ -3274,7 +3283,7 @@ class Entries(Delivery):
         if self.endpoint.outage is None:
             voice.busy(f"sending entries: {done} so far", kind="drain", entries=done, seconds=since)
         try:
-            answer = yield from agent.frontend.post(batch.body, batch.key, most)
+            answer = yield from agent.frontend.entries.post(SYNC, batch.body, batch.key, most)
         finally:
             voice.inflight = 0
         verdict, rejected = confirm_entries(answer, batch.key, seqs, time.time())
@@ -3378,7 +3387,8 @@ class Single(Delivery):
         return (seq, now) if due <= now else (0, due)
 
     def _deliver(self, seq: int) -> Steps[None]:
-        began, tries, verdict = time.monotonic(), 0, None
+        began, tries = time.monotonic(), 0
+        verdict = trouble = None  # what the frontend says; what there is to say against it here
         try:
             most = self.agent.config.entry_max_bytes
             row = self.read(seq, partial(self.store.first, self.statement, seq=seq, most=most))
@@ -3394,30 +3404,24 @@ class Single(Delivery):
             verdict = yield from self._send(entry)
         except (Stopping, Lost, Unavailable):
             raise
-        except Exception as error:
-            self._not_sent(seq, error)
-        if verdict is not None and verdict.fate is not Fate.SENT:
+        except EntryTrouble as error:
+            trouble = error.verdict
+        except psycopg.Error as error:
+            trouble = self.why_unreadable(seq, error)
+        except Exception:
+            log.exception("a bug: entry %s cannot be handled", seq)
+            trouble = Verdict(Fate.WAITS, "UNKNOWN", "an error of the agent's own: see the journal")
+        if trouble is not None and trouble.code == "ROOT_MISSING":
+            self.begin_outage(trouble)
+        elif trouble is not None:
+            self.failed(seq, trouble)
+        elif verdict is not None and verdict.fate is not Fate.SENT:
             yield from self.conclude([seq], verdict)
         if tries and (verdict is None or verdict.fate is not Fate.SENT):
             self.endpoint.retried(time.monotonic(), time.monotonic() - began)
 
     def _send(self, entry: Any) -> Steps[Verdict | None]:
         raise NotImplementedError
-
-    def _not_sent(self, seq: int, error: Exception) -> None:
-        """The reason lies here."""
-        if isinstance(error, EntryTrouble):
-            verdict = error.verdict
-        elif isinstance(error, psycopg.Error):
-            verdict = self.why_unreadable(seq, error)
-        else:
-            log.exception("a bug: entry %s cannot be handled", seq)
-            reason = "an error of serversync's own: see the journal"
-            verdict = Verdict(Fate.WAITS, "UNKNOWN", reason)
-        if verdict.code == "ROOT_MISSING":
-            self.begin_outage(verdict)
-        else:
-            self.failed(seq, verdict)
 
 
 class Route(Single):
@@ -3469,9 +3473,6 @@ class Files(Single):
 
     reached = 0  # the last id of the last completed pass of the entries
     statement, kind = READ_FILE, FileEntry
-
-    def __init__(self, agent: Agent) -> None:
-        super().__init__(agent, agent.health.files)
 
     def _send(self, entry: FileEntry) -> Steps[Verdict | None]:
         if entry.early:
@@ -3556,21 +3557,23 @@ class Files(Single):
 
     def _stored(self, frontend: Frontend, entry: FileEntry, ready: Ready) -> Steps[Verdict]:
         """What HEAD says of the upload. Whether that can be trusted shows the first one: a page
-        that has a length for what was never uploaded tells nothing."""
+        that has a length for what was never uploaded tells nothing. One that has none of this
+        upload may have lost it: the one before shows whether there is such a page."""
         yield from self.health.pause()
         for _ in range(3):  # an answer that tells nothing is asked for again
             look = yield from frontend.stored_length(entry.call_log_id, entry.recording_id)
-            told = look.status == 200 and look.headers.get("content-length", "").isdigit()
-            if told or look.status == 404:
+            if look.length or look.status == 404:
                 break
             yield from self.health.pause(1.0)
         if frontend.trusted is None:
-            nobody = str(uuid.uuid4())
+            nobody, there = str(uuid.uuid4()), look
             other = yield from frontend.stored_length(nobody, nobody)
-            if other.status == 404 and told:
+            if not look.length and (before := self.store.first(LAST_UPLOAD)):
+                there = yield from frontend.stored_length(*before)
+            if other.status == 404 and there.length:
                 frontend.trusted = True
             # With one of these the page may be there later.
-            elif not {None, 429, 500, 502, 503, 504} & {look.status, other.status}:
+            elif not {None, 429, 500, 502, 503, 504} & {look.status, other.status, there.status}:
                 frontend.trusted = False
                 text = "the frontend has no page that tells what it has: uploads are not verified"
                 say(logging.INFO, "not_verified", f"{text} (SYNC_VERIFY_PATH)")
@@ -3734,12 +3737,13 @@ class Calls(Job):
                     self.troubles, wait = (), float("inf")
                 elif os.path.lexists(taken):
                     yield from self._read(taken)
-                else:
-                    os.lstat(path)
+                elif os.path.lexists(path):
+                    os.close(open_plain(None, path))
                     self.store.run(CALLS_READ, offset=0, counts="{}")  # before: a kill may follow
                     os.rename(path, taken)  # the backend begins another file
-            except FileNotFoundError:  # nothing to read
-                self.troubles, wait = (), 1.0
+                else:  # nothing to read
+                    os.stat(os.path.join(os.path.dirname(path), "."))  # could it be seen?
+                    self.troubles, wait = self.agent.frontend.calls_refused, 1.0
             except OSError as error:
                 wait = 1.0
                 self._failed("person", f"{error.filename or path}: {error.strerror}")
@@ -3798,14 +3802,16 @@ class Calls(Job):
             age = max(time.time() - came_in, time.monotonic() - began)
             if age > self.agent.config.notify_max_age_sec:
                 return "stale"
-            wire = self.agent.frontend.calls
-            answer = yield from wire.post("/api/ingest/incoming-call", line.strip(), key, CALL_SEC)
+            door, where = self.agent.frontend, "/api/ingest/incoming-call"
+            answer = yield from door.calls.post(where, line.strip(), key, CALL_SEC)
             if _has_it(answer, key):
                 say_sent("call_announced", "announced an incoming call", answer, key)
+                door.calls_refused = ()
                 return "sent"
             verdict = classify(answer, time.time())
             self._failed("waiting", verdict.reason, verdict.code)
             if 400 <= (answer.status or 0) < 500 and answer.status not in (408, 429):
+                door.calls_refused = () if verdict.code == "BAD_REQUEST" else self.troubles
                 return "refused"
             tries += 1
             pause = backoff(tries, 1.0, verdict.retry_after or 0.0, CALL_CAP)
@@ -3853,10 +3859,10 @@ class Agent:
         self.recordings = Recordings(config.recordings_dir)
         self.health = Health(config)
         self.voice = Voice(self, show)
-        self.entries, self.files = Entries(self), Files(self)
+        self.entries, self.files = Entries(self), Files(self, self.health.files)
         self.deletions, self.housekeeping = Deletions(self), Housekeeping(self)
-        jobs = [self.entries, self.deletions, self.files, *(make(self) for make in more)]
-        self.jobs: list[Job] = [Calls(self), *jobs, self.housekeeping]
+        self.jobs: list[Job] = [self.deletions, Calls(self), self.entries, self.files]
+        self.jobs += [*(make(self) for make in more), self.housekeeping]
         self.use_routes()
         self.failures = 0  # of the loop, in a row, until all is at rest
 
@@ -3897,14 +3903,15 @@ class Agent:
                 if time.monotonic() >= resume_at:
                     self.hold()
                     stirred |= self.turn(ready)
-                    now = time.monotonic()
-                    waits = self.once and self.store.settle_at < float("inf")
+                    now, store = time.monotonic(), self.store
+                    busy = any(job.under_way or job.wait.until <= now for job in self.jobs)
+                    waits = self.once and store.settle_at < float("inf")
                     give_up_at = min(give_up_at, now + LOCK_PATIENCE) if waits else float("inf")
-                    if self.idle() or now > give_up_at:
+                    if not (busy or waits or store.travelling) or now > give_up_at:
                         self.failures = 0
-                        if stirred or self.store.changed:
-                            self.voice.rest(self.store.changed or self.store.rows)
-                        stirred = self.store.changed = False
+                        if stirred or store.changed:
+                            self.voice.rest(store.changed or store.rows)
+                        stirred = store.changed = False
                         if self.once:
                             return
                         self.session.news()  # it came with the answer to that
@@ -3953,9 +3960,11 @@ class Agent:
         self.session.news()  # whose session ended sends nothing more
         for job in self.jobs:
             self.process.check()
-            self.store.settle()
-            if self.store.stuck:
-                break
+            if job is not self.deletions:  # they make room, where that is missing
+                self.store.settle()
+                if self.store.stuck:
+                    self.voice.report()
+                    break
             try:
                 stirred |= job.step(time.monotonic(), ready)
             except Exception as error:
@@ -3971,11 +3980,6 @@ class Agent:
     def called(self) -> None:
         self.entries.wake()
         self.wake(Route)
-
-    def idle(self) -> bool:
-        now = time.monotonic()
-        resting = all(not job.under_way and job.wait.until > now for job in self.jobs)
-        return resting and not self.store.travelling and self.store.settle_at == float("inf")
 
     def rest(self, resume_at: float) -> set[int]:
         """The one wait point: the database's socket, those of the requests under way, and signals;
@@ -4295,7 +4299,7 @@ MENU: Final[Fields] = {  # the same object: what its nodes become
     "announcement": ("announcementId", reference, None),
     "timeout_sec": ("timeoutSec", lambda given: WHOLE(given) if WHOLE(given) > 0 else 10, 10),
     "max_retries": ("maxRetries", lambda given: WHOLE(given) if WHOLE(given) >= 0 else 2, 2),
-    "routes": ("routes", LIST, ()),
+    "routes": ("routes", LIST, NEEDED),
 }
 ROUTE: Final[Fields] = {"key": ("dtmfKey", KEY, NEEDED)}
 EXIT: Final[Fields] = {
@@ -4835,19 +4839,23 @@ class Pull:
             conn.execute(SETTINGS_BOUNDS)
             known = dict(conn.execute(SETTINGS_KNOWN).fetchall())
             sections = [self.sections[name] for name in known]
+            stored = {name: tried(conn, sql) or [({},)] for name, sql in SETTINGS_THERE.items()}
             for section in sections:
-                section.known = known[section.name]
-                section.there = section.known["counts"]
-                if not section.there:  # it was never applied
-                    [(section.there,)] = tried(conn, SETTINGS_THERE[section.name]) or [({},)]
+                section.known = known[section.name]  # without counts: it was never applied
+                section.there = section.known["counts"] or stored[section.name][0][0]
             # All that had rows come empty together: nobody wishes that.
             had = [section for section in sections if any(section.there.values())]
             lost = bool(had) and not any(any(section.counts.values()) for section in had)
-            for section in sections:
+            for section in had:
                 section.hold(elapsed, lost)
+            lost = any(section.held.get("lost") for section in had)
+            for section in sections:
                 if section.name == "ivr-flows":
                     fill_flows(section, self._sounds(conn))
-                if not section.held:
+                rows = [*stored[section.name][0][0].values(), *section.counts.values()]
+                if lost and not section.held and not any(rows):
+                    section.error = "it is empty, and waits with what is held back"
+                elif not section.held:
                     self._merge(conn, section)
                 saved = {name: getattr(section, name) for name in ("remarks", "skipped", "held")}
                 saved |= {"counts": section.there, "error": section.error or None}
@@ -5043,13 +5051,6 @@ class Audio:
 # ==================================================================================================
 
 
-def rest_until(until: float) -> Steps[None]:
-    """All others have their turn; before that time nothing happens here, whoever wakes it."""
-    yield AT_ONCE
-    while until > time.monotonic():
-        yield Wait(until)
-
-
 class Settings(Job):
     """The pull, one request a turn. A restart may forget what it knows."""
 
@@ -5084,7 +5085,8 @@ class Settings(Job):
                 self.trouble = None
                 yield Wait(float("inf"))
                 continue
-            yield from rest_until(agent.health.quiet_until)
+            yield AT_ONCE
+            yield from agent.health.pause()
             began, jitter = time.monotonic(), random.random()
             # What starts or fails together, as after a power cut, does not stay together.
             apart, wait = jitter * min(interval, 300.0), 0.0
@@ -5095,13 +5097,13 @@ class Settings(Job):
             except (NotNow, psycopg.Error) as error:
                 self.tries += 1
                 wait = backoff(self.tries, jitter, self._failed(error))
-            yield from rest_until(began + max(interval + apart, wait))
+            yield from agent.health.pause(began + max(interval + apart, wait) - time.monotonic())
 
     def pull(self, elapsed: float) -> Steps[None]:
         agent = self.agent
         pull = Pull(agent.config, agent.frontend, agent.session)
         while not (yield from pull.fetch()):
-            yield from rest_until(agent.health.quiet_until)
+            yield from agent.health.pause()
         sections = pull.apply(elapsed)
         for section in sections:
             tell(section)
@@ -5112,7 +5114,7 @@ class Settings(Job):
         if self.trouble is not None:
             lasted = time.monotonic() - self.since
             say(logging.INFO, "recovered", f"settings: recovered after {lasted:.0f} s")
-            agent.voice.repeats.over("settings")
+            self.repeats.over("settings")
             self.trouble = None
 
     def _failed(self, error: NotNow | psycopg.Error) -> float:
@@ -5124,10 +5126,8 @@ class Settings(Job):
             self.since = time.monotonic()
         self.trouble = verdict = replace(error.verdict, reason=clean(str(error)))
         text = f"no settings now, the last good ones stay: {verdict.reason}"
-        self.agent.voice.repeats.say(
-            "settings", verdict.code, logging.WARNING, "settings_failed", text,
-            ERROR_CODE=verdict.code, HTTP_STATUS=verdict.status,
-        )  # fmt: skip
+        more = {"ERROR_CODE": verdict.code, "HTTP_STATUS": verdict.status}
+        self.repeats.say("settings", verdict.code, logging.WARNING, "settings_failed", text, **more)
         return verdict.retry_after or 0.0
 
 
@@ -5138,10 +5138,11 @@ class Announcements(Job):
         self.close()
 
     def turns(self) -> Steps[None]:
-        agent, repeats, tries = self.agent, self.agent.voice.repeats, 0
+        agent, repeats, tries = self.agent, self.repeats, 0
         audio = Audio(agent.frontend, agent.session, agent.config.announcement_audio_dir)
         while True:
-            yield from rest_until(agent.health.quiet_until)
+            yield AT_ONCE
+            yield from agent.health.pause()
             on = agent.config.frontend_sync_interval_sec and not agent.once
             file = audio.next() if on else None
             if file is None or file.wait > 0:
@@ -5159,7 +5160,7 @@ class Announcements(Job):
                 if isinstance(why, NotNow):  # of all files: an outage, a token
                     tries += 1
                     wait = backoff(tries, random.random(), why.verdict.retry_after or 1.0)
-                    yield from rest_until(time.monotonic() + wait)
+                    yield from agent.health.pause(wait)
 
 
 def tell(section: Section) -> None:
@@ -5731,15 +5732,14 @@ CORRUPT_CODES: Final = ("ROW_CORRUPT", "SESSION_LOST")  # nobody but a person ca
 def outages_told(
     outages: Iterable[Mapping[str, Any]], now: float
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """One for each reason: mostly it is the same for both endpoints."""
-    same: dict[str, list[Mapping[str, Any]]] = {}
+    """One for each reason: mostly it is the same for both endpoints. Each route has its own."""
+    named = {"entries": "no entry", "files": "no recording"}
+    same: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for outage in outages:
-        same.setdefault(outage["reason"], []).append(outage)
-    for reason, those in same.items():
-        endpoint = those[0]["endpoint"]
-        named = {"entries": "no entry", "files": "no recording"}
-        what = named.get(endpoint, f"nothing by {endpoint}")
-        what = "nothing" if len(those) > 1 else what
+        route = "" if outage["endpoint"] in named else outage["endpoint"]
+        same.setdefault((route, outage["reason"]), []).append(outage)
+    for (route, reason), those in same.items():
+        what = "nothing" if those[1:] else named.get(those[0]["endpoint"], f"nothing by {route}")
         times = (min(each[key] for each in those) for key in ("since", "next_try_at"))
         since, due = (datetime.fromisoformat(at).timestamp() for at in times)
         text = f"{what} gets through since {clock(since, now)}: {reason[:200]}"
@@ -8299,7 +8299,7 @@ def _page(*_: object) -> Reply:
 
 def _ready(config: Config, environ: Mapping[str, str], _request: Request) -> Reply:
     view = without_secrets(survey(config, environ))
-    ready = is_there(view) and not view["outages"]
+    ready = is_there(view) and view["health"]["state"] != "outage"
     reasons = [] if ready else [view["health"]["sentence"]]
     return json_reply({"ready": ready, "reasons": reasons}, 200 if ready else 503)
 
@@ -8921,13 +8921,13 @@ def _moment(text: str) -> str:
 
 
 def _of(parse: Parse) -> Parse:
-    """A parser of the option table, for arguments."""
+    """A parser of the option table, for arguments. (The value is not shown: perhaps a secret.)"""
 
     def parsed(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} {error}") from None
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
 
@@ -8988,7 +8988,7 @@ FLAGS: Final = {
 }
 # All else that a command may take: how it is shown and read, what it is, and how it is counted.
 TAKEN: Final[dict[str, tuple[Any, ...]]] = {
-    "--admin-url": ("URL", str, "connect so, instead of as postgres"),
+    "--admin-url": ("URL", _of(_database), "connect so, instead of as postgres"),
     "--recordings": ("DIR", str, "instead, open this directory of the backend's to serversync"),
     "--announcements": ("DIR", str, "and this one"),
     "--backend-user": ("USER", str, "who reads what it puts there; default: the owner"),

@@ -282,7 +282,9 @@ class Backend:
 
     @property
     def queue_file(self) -> Path:
-        return self.directory / "storage" / "notifications" / "pending.jsonl"
+        file = self.directory / "storage" / "notifications" / "pending.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        return file
 
     def call_comes_in(self, call_id: str | None = None, age: float = 0, **more: Any) -> str:
         """A line in the queue file, as the backend writes it: opened for each, one write."""
@@ -294,7 +296,6 @@ class Backend:
         return call_id
 
     def write_line(self, line: str) -> None:
-        self.queue_file.parent.mkdir(exist_ok=True)
         with self.queue_file.open("a") as file:
             file.write(line + "\n")
 

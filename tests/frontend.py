@@ -529,7 +529,7 @@ class Frontend:
         self._kept.bind((self.host, self.port))
         self._listener = None
         self.hang_up()
-        for connection in list(self._open):
+        for connection in set(self._open) - {threading.current_thread()}:
             connection.join(10)
 
     def hang_up(self) -> None:

@@ -28,6 +28,7 @@ from frontend import Reply
 from pg import Cluster, Database
 from pi import Pi
 from proxy import Proxy
+from test_state import FULL_DISK
 from waiting import wait_until
 from web import CHANGING, Activation, Web, a_place, read_answer, start_admin
 
@@ -649,6 +650,12 @@ def test_ready_follows_the_agent_and_the_frontend(pi: Pi) -> None:
         return got.status == 503 and "gets through since" in got.json["reasons"][0]
 
     wait_until(outage, what="the outage as a reason")
+    pi.frontend.start()
+    wait_until(lambda: web.ask("/readyz").status == 200, what="the end of the outage")
+    pi.db.execute(FULL_DISK)  # what was sent cannot be written down: nothing else goes
+    pi.backend.enqueue()
+    wait_until(lambda: web.ask("/readyz").status == 503, what="the database's fault as a reason")
+    assert "cannot be recorded" in web.ask("/readyz").json["reasons"][0]
     # To whom its state file cannot be seen it is somebody else's: another machine's, perhaps.
     _, apart = start_admin(pi.agent)
     got = apart.ask("/readyz")

@@ -4,6 +4,8 @@ The bounds are those of a person who waits for a call, on a machine that is busy
 """
 
 import os
+import re
+import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable
@@ -100,6 +102,29 @@ def scene(agent: AgentFactory, backend: Backend, frontend: Frontend, db: Databas
 
 
 # --- poison at the head -----------------------------------------------------------------------
+
+
+def test_an_entry_that_takes_the_frontend_down_is_found_and_the_rest_goes(scene: Scene) -> None:
+    """Its process is gone, and its port closed for some seconds."""
+    [bad] = scene.poison(1)
+    crashes = []
+
+    def crash(request: Request) -> Reply | None:
+        if bad not in [entry["seq"] for entry in request.entries]:
+            return None
+        crashes.append(request)
+        scene.frontend.stop()
+        threading.Timer(3, scene.frontend.start).start()
+        return Reply(reset=True)
+
+    scene.frontend.on_entries = crash
+    calls = scene.calls(20)
+    scene.agent()
+    scene.arrive(calls, 40)
+    scene.only_pending([bad], 10)
+    assert len(crashes) <= 12
+    scene.cure()
+    scene.all_through(60)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +309,19 @@ def test_a_corrupt_row_that_is_met_in_an_outage_holds_nothing_after_it(scene: Sc
     scene.arrives(10)
 
 
+@pytest.mark.parametrize("state", ["58030", "58P01"], ids=["a bad sector", "a lost file"])
+def test_a_payload_that_the_disk_does_not_give_is_corrupt(scene: Scene, state: str) -> None:
+    scene.once()  # makes the schema
+    calls = [scene.call()]
+    bad = scene.backend.enqueue("recording")
+    calls.append(scene.call())
+    scene.db.execute(unreadable(state).format(of=entity_of(scene.db, bad), **UPLOADED))
+    scene.agent()
+    scene.arrive(calls, 15)
+    scene.only_pending([bad], 10)
+    assert waiting(scene.db)[bad]["code"] == "ROW_CORRUPT"
+
+
 # What the agent asks of a recording, or a payload, ends the session of whoever asks it of this one.
 DEADLY = """
     alter function serversync.{name} rename to plain_{name};
@@ -296,6 +334,14 @@ DEADLY = """
         return serversync.plain_{name}($1);
     end $$
 """
+
+
+def unreadable(state: str) -> str:
+    """It fails instead."""
+    error = f"raise exception 'could not read block 7' using errcode = '{state}';"
+    return str(re.sub("perform .*", error, DEADLY))
+
+
 UPLOADED = {"name": "uploaded", "type": "uuid", "returns": "jsonb"}
 CALL_OF = {"name": "call_of", "type": "jsonb", "returns": "uuid"}
 HARMLESS = """drop function serversync.uploaded;
@@ -458,6 +504,8 @@ def test_an_agent_whose_results_wait_for_locks_sleeps_beside_its_upload(
         scene.frontend.wait(lambda: len(scene.frontend.seqs()) >= 6, 40, "four results")
         scene.frontend.read_rate = None  # the upload could go on
         assert_asleep(running.pid, 9)  # four of them it may wait for the locks
+        running.wait_sentence("4 results cannot be written down: somebody holds a lock")
+        assert running.state()["told"][0][0] == "outage"
     scene.all_through(60)
 
 
@@ -495,12 +543,18 @@ def test_a_locked_row_holds_only_its_own_result(lock: str, scene: Scene) -> None
     held, other = scene.call(), scene.call()
     with scene.db.connect(autocommit=False) as busy:
         assert busy.execute(lock, (held.call_log_id,)).rowcount == 1
-        scene.agent(SYNC_BATCH_SIZE=4)
+        running = scene.agent(SYNC_BATCH_SIZE=4)
         scene.arrive([other], 10)
         late = [scene.arrives(10) for _ in range(3)]
         new = {seq for call in late for seq in call.seqs}
         wait_until(lambda: new.isdisjoint(scene.db.pending()), 10, "the marks")
         assert set(scene.db.pending()) & set(held.seqs)
+        # It says so, and whatever else there is to say meanwhile.
+        running.wait_sentence("1 result cannot be written down: somebody holds a lock")
+        scene.frontend.stop()
+        scene.backend.enqueue()
+        running.wait_sentence("gets through since")
+        scene.frontend.start()
         busy.rollback()
     scene.all_through(10)
     assert scene.frontend.files[held.call_log_id].count == 1

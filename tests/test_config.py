@@ -77,8 +77,19 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
             ("postgresql:///voicebot", "postgresql:///voicebot"),
             ("postgres://u:p@h:5433/d?sslmode=require", "postgres://u:p@h:5433/d?sslmode=require"),
             ("host=/run/postgresql dbname=voicebot", "host=/run/postgresql dbname=voicebot"),
+            ("dbname=d password=a://b/c@d", "dbname=d password=a://b/c@d"),
+            ("postgresql://u:a%2Fb%40@h/d", "postgresql://u:a%2Fb%40@h/d"),
         ],
-        ["voicebot", "http://localhost/voicebot", "postgresql:///x?nonsense=1", "mysql://h/d"],
+        [
+            "voicebot",
+            "http://localhost/voicebot",
+            "postgresql:///x?nonsense=1",
+            "mysql://h/d",
+            # libpq takes these, and a piece of the password for the port, the host or the name.
+            "postgresql://u:kX3/9fQa=@db/voicebot",
+            "postgresql://u:secret@123@db/voicebot",
+            "postgres://u:123?host=x@db/voicebot",
+        ],
     ),
     "FRONTEND_BASE_URL": (
         None,
@@ -174,7 +185,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, Any]], list[str]]] = {
     "SYNC_ROUTE_<TYPE>": ("", [], []),  # see test_routes.py
     "SYNC_ROUTE_<TYPE>_TOKEN_FILE": ("", [], []),
     "NOTIFICATION_QUEUE_FILE": ("", [("/srv/p.jsonl", "/srv/p.jsonl")], NO_PATH),
-    "SYNC_NOTIFY_MAX_AGE_SEC": (120, [("0", 0), ("86400", 86400)], ["-1", "86401", "2 min"]),
+    "SYNC_NOTIFY_MAX_AGE_SEC": (120, [("1", 1), ("86400", 86400)], ["0", "-1", "86401", "2 min"]),
     "ANNOUNCEMENT_AUDIO_DIR": (
         "/opt/virtual-voicebot/data/announcements",
         [("/srv/a", "/srv/a")],
@@ -274,7 +285,7 @@ def test_a_parameter_of_another_library_in_the_database_s_url_is_named() -> None
 @pytest.mark.parametrize("url", ["postgresql://u:p@a?hunter=2@h/d", "postgresql:///d?hunter=@"])
 def test_what_may_be_a_piece_of_a_password_is_not_named(url: str) -> None:
     (problem,) = problems({"DATABASE_URL": url})
-    assert "hunter" not in problem
+    assert "hunter" not in problem and "%40" in problem
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,42 @@ def test_a_call_that_the_frontend_refuses_blocks_nothing(pi: Pi, announcer: Agen
         assert any(f"HTTP {status}" in line for line in announcer.lines("are not announced"))
 
 
+def test_that_the_last_call_was_refused_stays_said_until_one_gets_through(
+    pi: Pi, announcer: Agent
+) -> None:
+    said = "incoming calls are not announced: the frontend does not accept our credentials"
+    pi.frontend.on_call = lambda _: Reply(401, body={"error": "no"})
+    pi.backend.call_comes_in()
+    announcer.wait_sentence(said)
+    wait_read(pi.backend)
+    pi.wait_entry(pi.backend.enqueue())
+    pi.wait_delivered()
+    threading.Event().wait(2.5)  # it looks for another call each second
+    assert said in announcer.state()["sentence"]
+    announcer.hup()  # perhaps that was the cure
+    announcer.wait_sentence("all delivered")
+    pi.backend.call_comes_in()
+    announcer.wait_sentence(said)
+    pi.frontend.on_call = lambda _: Reply(400, body={"error": "this one"})
+    pi.backend.call_comes_in()
+    announcer.wait_sentence("all delivered")  # its own fault, and it is gone
+
+
+def test_a_queue_file_where_no_directory_is_or_that_is_none_is_said_and_left_alone(pi: Pi) -> None:
+    directory = pi.backend.queue_file.parent
+    nowhere = directory.parent / "notification" / "pending.jsonl"
+    running = pi.agent(NOTIFICATION_QUEUE_FILE=nowhere)
+    running.wait_sentence(f"not announced: {nowhere.parent}/.: No such file or directory")
+    running.reload(pi.agent.env(NOTIFICATION_QUEUE_FILE=directory))
+    running.wait_sentence(f"not announced: {directory}: not a plain file")
+    assert directory.is_dir(), "the backend's directory was renamed"
+    running.reload(pi.agent.env(NOTIFICATION_QUEUE_FILE=pi.backend.queue_file))
+    running.wait_sentence("all delivered")
+    pi.backend.call_comes_in()
+    pi.frontend.wait(lambda: pi.frontend.calls)
+    running.wait_sentence("all delivered")
+
+
 def test_a_call_id_may_hold_anything(pi: Pi, announcer: Agent) -> None:
     names = ["a\r\nX-Evil: 1", "é電話 \ud800", "x" * 5000, "8HnT2kQ-a3x9..@192.0.2.7"]
     for name in names:
@@ -358,6 +394,7 @@ def test_rights_that_are_missing_are_said_and_deliveries_go_on(pi: Pi, public: P
     directory = public / "notifications"
     directory.mkdir()
     os.chown(directory, 65534, 65534)
+    directory.chmod(0o700)
     pi.backend.enqueue()
     running = pi.agent(
         NOTIFICATION_QUEUE_FILE=directory / "pending.jsonl",
@@ -365,10 +402,11 @@ def test_rights_that_are_missing_are_said_and_deliveries_go_on(pi: Pi, public: P
     )
     pi.backend.call_comes_in()
     pi.backend.queue_file.rename(directory / "pending.jsonl")
-    running.wait_log(
+    running.wait_log(f"incoming calls are not announced: {directory}/.: Permission denied")
+    directory.chmod(0o755)  # now it is seen, and cannot be renamed
+    running.wait_sentence(
         f"incoming calls are not announced: {directory}/pending.jsonl: Permission denied"
     )
-    wait_until(lambda: "Permission denied" in running.state()["sentence"])
     pi.frontend.wait(lambda: pi.frontend.entries)
     os.chown(directory, 0, 0)
     pi.frontend.wait(lambda: pi.frontend.calls)

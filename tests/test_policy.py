@@ -541,8 +541,8 @@ def test_an_outage_counts_its_tries_and_a_success_ends_it_with_a_batch_that_grow
     assert (endpoint.size, endpoint.hasty) == (1, False)
     outage, endpoint.hasty = endpoint.outage, True
     assert endpoint.succeeded(1) is outage
-    assert (endpoint.outage, endpoint.hasty, endpoint.size) == (None, False, 2)
-    assert endpoint.succeeded(2) is None
+    assert (endpoint.outage, endpoint.hasty, endpoint.size) == (None, False, 1)
+    assert endpoint.succeeded(1) is None and endpoint.size == 2
 
 
 def test_somebody_who_says_try_now_is_heard() -> None:
@@ -601,6 +601,8 @@ NO_ONE = "nothing gets through since 05:07:12: the frontend answers 401; next tr
          f"{NO_ONE}; 1 dead letter needs you"),
         ({}, [OF_ENTRIES], [], 0, "outage", NO_ONE.replace("nothing", "no entry")),
         ({}, [OF_FILES], [], 0, "outage", NO_ONE.replace("nothing", "no recording")),
+        ({}, [DENIED | {"endpoint": f"route {name}"} for name in "ab"], [], 0, "outage",
+         "; ".join(NO_ONE.replace("nothing", f"nothing by route {name}") for name in "ab")),
         ({"held": {"call-actions": [{"rules": 9}, {"rules": 0}]}}, [], [], 0, "person",
          "settings: call-actions held back: 0 rules came, 9 rules are there"),
         (None, [], [("stopped", "no agent runs")], 0, "stopped", "no agent runs"),

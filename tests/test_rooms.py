@@ -21,7 +21,7 @@ from pg import Database
 
 SOURCE = Path(__file__).resolve().parent.parent / "serversync.py"
 BANNER = "# ROOM "
-LINES = {1: 4002, 2: 1093, 3: 3952}
+LINES = {1: 4006, 2: 1090, 3: 3951}
 LARGEST = {"class lines": 450, "attributes": 15, "function lines": 75}
 
 # The file cut behind room 1, with the little that a command line does for it.

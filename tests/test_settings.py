@@ -99,6 +99,7 @@ ITEMS: list[tuple[str, Any, str]] = [
     ("ivr-flows", flow(timeoutSec=1 << 31), "no number that fits"),
     ("ivr-flows", flow(timeoutSec=4711), "no number that fits"),  # 5000 digits on its way
     ("ivr-flows", flow(timeoutSec="7"), "no number"),
+    ("ivr-flows", flow() | {"routes": None}, "routes is missing"),
 ]
 ROUTES: list[tuple[Any, str]] = [
     (None, "not an object"),
@@ -531,6 +532,34 @@ def doctor(desk: Desk, **settings: Any) -> dict[str, str]:
     return {check["text"]: check["status"] for check in checks if check["name"] == "settings"}
 
 
+def test_a_lost_store_changes_nothing_of_what_has_no_rows_to_compare(pi: Pi) -> None:
+    """What is done with calls by default, and numbers that never had a group."""
+    busy = {"actionType": "deny", "actionConfig": {"actionCode": "BZ"}}
+    office = Office(
+        pi, Desired(announcements=[announcement("one")], actions={"defaultAction": busy})
+    )
+    pi.db.execute(
+        "INSERT INTO registered_numbers (id, phone_number, created_at, updated_at)"
+        " VALUES (gen_random_uuid(), '+81312345678', now(), now())"
+    )
+    before = tables(pi.db)
+    office.wanted = Desired()
+    office.wanted.serve(office.frontend)
+    for _ in range(2):
+        outcomes = office(SYNC_LOCAL_NUMBERS="replace")
+    assert tables(pi.db) == before
+    assert [name for name, outcome in outcomes.items() if outcome.held] == ["announcements"]
+    for name in ("number-groups", "call-actions", "ivr-flows"):
+        assert outcomes[name].error == "it is empty, and waits with what is held back"
+    assert "waits with what is held back" in office.desk("settings").stdout
+
+    office.desk("settings", "accept", "announcements", SYNC_LOCAL_NUMBERS="replace")
+    after = tables(pi.db)
+    assert not after["announcements"] and not after["registered_numbers"]
+    assert after["extra"] == [(serversync.ACTIONS,)]
+    assert not any(outcome.error for outcome in office().values())
+
+
 def test_a_lost_store_in_which_somebody_begins_anew_waits_for_a_person_too(
     office: Office,
 ) -> None:
@@ -540,9 +569,13 @@ def test_a_lost_store_in_which_somebody_begins_anew_waits_for_a_person_too(
     office.wanted = Desired()
     for _ in range(3):
         assert office.held() == SECTIONS
+    office.desk("settings", "accept", "call-actions", code=None)  # the others wait all the same
+    assert not tables(office.db)["call_action_rules"]
+    before = tables(office.db)
     held_for(office.db, 9999)
     office.wanted = Desired(announcements=[announcement("the first again")])
-    assert office.held() == SECTIONS and tables(office.db) == before
+    assert office.held() == [name for name in SECTIONS if name != "call-actions"]
+    assert tables(office.db) == before
 
 
 def test_what_a_held_section_is_pointed_at_for_is_still_there(office: Office) -> None:

@@ -290,6 +290,32 @@ def test_a_head_that_never_agrees_costs_nothing_but_a_line(pi: Pi, reply: Reply,
     assert result.stderr.count("uploads are not verified") == 1
 
 
+def test_an_upload_that_the_frontend_has_lost_shows_after_a_restart_too(pi: Pi) -> None:
+    """By the one before there is such a page: that it has none of this one is no such thing."""
+    pi.backend.end_call(events=0)
+    pi.once()
+    lost = pi.backend.end_call(events=0)
+    pi.frontend.on_file = lambda _: Reply(body={"ok": True, "fileUrl": "http://frontend/x.wav"})
+    pi.once(code=75)
+    assert_not_uploaded(pi, lost)
+    [row] = waiting(pi.db).values()
+    assert f"it has none of {lost.size} bytes" in row["reason"]
+    pi.frontend.on_file = None
+    let_hours_pass(pi.db)
+    pi.once()
+    assert pi.frontend.files[lost.call_log_id].sha256 == lost.sha256
+
+
+def test_an_answer_that_never_ends_ends_the_upload(pi: Pi) -> None:
+    call = pi.backend.end_call(events=0)
+    text = {"ok": True, "fileUrl": "http://frontend/x.wav", "more": "x" * 500}
+    pi.frontend.on_file = lambda _: Reply(body=text, store=True, trickle=0.01)
+    pi.once(code=75, SYNC_TIMEOUT_SEC=1)
+    assert_not_uploaded(pi, call)
+    [row] = waiting(pi.db).values()
+    assert row["code"] == "NETWORK_TIMEOUT"
+
+
 def test_a_page_of_another_length_is_an_outage_of_files_that_names_it(pi: Pi) -> None:
     def page(request: Request) -> Reply | None:
         known = request.path.rpartition("/")[2] in pi.frontend.files

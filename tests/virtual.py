@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from time import localtime, strftime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import serversync
 from serversync import Answer, Batch, Past, Session, Step, Steps, Store, Verdict
@@ -219,10 +219,9 @@ class Frontend(serversync.Frontend):
     def __init__(self, answers: Answers, clock: Clock) -> None:
         super().__init__(CONFIG, PROCESS)
         self.answers, self.clock, self.requests = answers, clock, 0
+        self.entries = self.files = cast(serversync.Wire, self)
 
-    def post(
-        self, body: bytes, key: str, most: float = float("inf"), wire: serversync.Wire | None = None
-    ) -> Steps[Answer]:
+    def post(self, path: str, body: bytes, key: str, most: float = float("inf")) -> Steps[Answer]:
         self.requests += 1
         answer = self.answers(self.clock.now, json.loads(body)["entries"])
         limit = min(CONFIG.timeout_sec, most)

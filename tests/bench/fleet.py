@@ -136,9 +136,7 @@ class Line(virtual.Frontend):
         super().__init__(lambda now, seqs: STORED, box.clock)
         self.box = box
 
-    def post(
-        self, body: bytes, key: str, most: float = math.inf, wire: serversync.Wire | None = None
-    ) -> Steps[Answer]:
+    def post(self, path: str, body: bytes, key: str, most: float = math.inf) -> Steps[Answer]:
         box, now, limit = self.box, self.clock.now, min(CONFIG.timeout_sec, most)
         box.web.result.requests[int(now)] += 1
         box.web.result.wakes[int(now)] += box.asleep

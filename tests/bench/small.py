@@ -512,7 +512,7 @@ profile = cProfile.Profile()
 try:
     code = profile.runcall(serversync.main)
 finally:
-    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(25)
 """
 
 

@@ -304,7 +304,9 @@ class Client:
         """One request, and how this answer is understood (`more`: for what is tried again)."""
         self.next[:] = [raw, *more, Raw(b""), Raw(b"")]
         if door == "entries":
-            answer = serversync.drive(self.frontend.post(b"{}", KEY, 60.0), self.process)
+            answer = serversync.drive(
+                self.frontend.entries.post("/", b"{}", KEY, 60.0), self.process
+            )
             return serversync.confirm_entries(answer, KEY, [1], time.time())[0], answer
         steps = self.frontend.upload(self.entry, self.ready, 0.0)
         answer = serversync.drive(steps, self.process)
