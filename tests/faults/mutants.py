@@ -78,7 +78,7 @@ MUTANTS = [
         "a success before the end of the body counts",
         "success = 200 <= (answer.status or 0) <= 299 and answer.complete",
         "success = 200 <= (answer.status or 0) <= 299",
-        story="false confirmations of files",
+        (f"{UPLOAD}::test_what_ends_an_upload_early_is_no_confirmation",),
     ),
     Mutant(
         "the size in the answer is not compared",
