@@ -226,6 +226,8 @@ class Witness(Oracle):
         """At this very moment, also in the middle of a fault."""
         lost = self.lost()
         urls = dict(self.db.rows(UPLOADED))
+        with self.lock:
+            unordered = list(self._unordered)  # first: what was dead by then let them go
         dead = {seq: reason.partition(":")[0] for seq, *_, reason in self.settled() if reason}
         with self.lock:
             return [
@@ -237,7 +239,11 @@ class Witness(Oracle):
                     for recording_id, url in urls.items()
                     if url not in {said.url for said in self.said.get(recording_id, [])}
                 ),
-                *self._wrong_order(dead),
+                *(
+                    f"entry {row.seq} ({row.entity_type}) came before {lower.seq}: not its turn"
+                    for lower, row in unordered
+                    if lower.seq not in dead
+                ),
             ]
 
     def _wrong_deaths(self, dead: dict[int, str]) -> Iterator[str]:
@@ -269,11 +275,6 @@ class Witness(Oracle):
             return False
         enough = tries.charged + self.stops >= self.retry_max
         return enough and self.hours - tries.hours >= self.retry_hours
-
-    def _wrong_order(self, dead: dict[int, str]) -> Iterator[str]:
-        for lower, row in self._unordered:
-            if lower.seq not in dead:
-                yield f"entry {row.seq} ({row.entity_type}) came before {lower.seq}: not its turn"
 
     def missed(self) -> list[str]:
         """What never arrived, when all is over. Of what nobody heard, a repeat may have failed."""
