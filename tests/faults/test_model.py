@@ -789,7 +789,9 @@ class World:
         raise Broken("\n".join([*self.story, *logs]))
 
     def nothing_is_wrong(self) -> None:
-        if problems := self.witness.what_is_wrong():
+        with self._lock:  # no crash of the database meanwhile
+            problems = self.witness.what_is_wrong()
+        if problems:
             self._break("; ".join(problems))
 
     def close(self) -> None:
